@@ -57,7 +57,7 @@ SPILLS = {
     "_gemm_pointer_kernel": 1 << 15,  # strides that no copy engine takes
     "_grouped_kernel": 1 << 15,  # likewise
     "_reduce_kernel": 1 << 6,
-    "_rows_by_slot_kernel": 1 << 7,  # fp32
+    "_rows_by_slot_kernel": 1 << 8,  # the gradient of h at ranks of 64 and more; 24 with fp32
     "_route_bwd_kernel": 1 << 6,  # 8, where weights need not add up to 1
     "_route_fwd_kernel": 1 << 6,  # 8 with Triton 3.9, likewise
     "_sum_pointer_kernel": 1 << 11,
@@ -198,7 +198,11 @@ def adapters(t: int, count: int, rank: int, n: int, k: int, dtype=BF16) -> None:
     a, b = _x(count, rank, k, dtype=dtype), _x(count, n, rank, dtype=dtype)
     slots = None if count == 1 else _ids(t)
     scales = _x(count, dtype=FP32).detach()
-    _backward(rk.add_lora(_x(t, k, dtype=dtype), _x(t, n, dtype=dtype), a, b, scales, slots))
+    x, base = _x(t, k, dtype=dtype), _x(t, n, dtype=dtype)
+    _backward(rk.add_lora(x, base, a, b, scales, slots))
+    with torch.no_grad():
+        projections = a.expand(3, *a.shape), scales.expand(3, count), (n // 2, n // 4, n // 4)
+        rk.add_lora(x, base, projections[0], b, projections[1], slots, widths=projections[2])
 
 
 def corrected_routing(t: int, experts: int, top_k: int, groups: int, top_groups: int) -> None:
@@ -326,7 +330,10 @@ CALLS: dict[str, Callable[[], object]] = {
     "latents, fp32": lambda: latents(16, 2, 1024, dtype=FP32),
     "rows": lambda: rows(1024),
     "adapters, one": lambda: adapters(8192, 1, 16, 12288, 4096),
+    "adapters, one row": lambda: adapters(1, 1, 16, 6144, 4096),
+    "adapters, one, few rows": lambda: adapters(256, 1, 16, 6144, 12288),
     "adapters, eight": lambda: adapters(64, 8, 64, 6144, 4096),
+    "adapters, rank 64, many segments": lambda: adapters(300, 2, 64, 6144, 12288),
     "adapters, fp32": lambda: adapters(64, 2, 16, 1024, 1024, dtype=FP32),
     "sampling": lambda: sampling(64, 151936),
     "sampling, fp16": lambda: sampling(3, 1001, dtype=FP16),

@@ -35,6 +35,7 @@ PARTS = {
         "prefill": "bench_latent:prefill",
         "training": "bench_latent:training",
     },
+    "lora": {"lora": "bench_lora:measure"},
     "host": {"host": "bench_host:measure"},
     "rows": {"rows": "bench_rows:measure"},
     "sample": {"sample": "bench_sample:measure"},
@@ -43,7 +44,7 @@ PARTS = {
     "linear_logp_precision": {"precision": "bench_linear_logp:precision"},
 }
 """Part -> name in the part's record -> the function that measures it; it takes the ceilings."""
-WITHOUT_GRADIENTS = ("products", "rows")
+WITHOUT_GRADIENTS = ("products", "rows", "lora")
 
 
 def ceilings() -> dict:

@@ -132,6 +132,11 @@ CASES = {
     "add_lora, one": Case(
         rk.add_lora, (X, W[:T].clone(), *(x[:1].clone() for x in ADAPTERS)), {"scales": ONES[:1]}
     ),
+    "add_lora, widths": Case(
+        rk.add_lora,
+        (X, W[:T].clone(), rand(2, 2, 4, H, seed=17), ADAPTERS[1]),
+        SLOTS | {"scales": torch.tensor([[2.0, 0.3], [0.0, 1.5]]), "widths": (10, 6)},
+    ),
     "rms_norm": Case(rk.rms_norm, (X, GAIN, 1e-6)),
     "rms_norm, residual": Case(rk.rms_norm, (X, GAIN, 1e-6), {"residual": W[:T].clone()}),
     "rope": Case(rk.rope, (Q, K, IDS), {"theta": 1e4}),

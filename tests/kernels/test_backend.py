@@ -122,6 +122,8 @@ def test_registration_passes_torchs_own_check():
     torch.library.opcheck(ops.lora_shrink, (X, torch.ones(2, 4, 8), scales, slots, "torch"))
     of_b = torch.ones(3, 4), torch.ones(2, 8, 4), scales, slots, "torch"
     torch.library.opcheck(ops.lora_expand, (X, *of_b))
+    factors = torch.ones(2, 2, 4, 8), torch.ones(2, 8, 4), torch.ones(2, 2), slots, [5, 3]
+    torch.library.opcheck(ops.add_lora, (X, X.clone(), *factors, "torch"))
     torch.library.opcheck(ops.embedding, (torch.tensor([1, 2]), W, "torch"))
     torch.library.opcheck(ops.logp, (X, torch.tensor([1, 2, 3]), 5.0, 0.5, 1.0, "torch"))
     requests = torch.arange(3), torch.arange(3) + 1, torch.ones(3)

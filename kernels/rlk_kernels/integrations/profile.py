@@ -7,7 +7,7 @@ T = rows (all leading dimensions)   H = heads   D = head size   R = rotated pair
 """
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -80,12 +80,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def add_lora(
-    base: Tensor, x: Tensor, a: Tensor, b: Tensor, scales: Tensor, slots: Tensor | None = None
-) -> Tensor:
+    base: Tensor, x: Tensor, a: Tensor, b: Tensor, scales: Tensor, slots: Tensor | None = None,
+    widths: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
     """[..., N]: base[..., N], the rounded output of `linear`, plus the update of an adapter for
     x[..., K], by `rlk_kernels.add_lora`: each row of the adapter slots[...] in A[S, R, K],
-    B[S, N, R] and scales[S], or without slots of the only one."""
-    return rlk_kernels.add_lora(x, base, a, b, scales, slots)
+    B[S, N, R] and scales[S], or without slots of the only one. With `widths`, base is of so many
+    projections side by side, A[P, S, R, K] and scales[P, S]."""
+    return rlk_kernels.add_lora(x, base, a, b, scales, slots, widths=widths)
 
 
 def lora_a(x: Tensor, a: Tensor, scales: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 T = rows   S = adapters   R = rank   K, N = in, out features
 """
 
+from typing import Any
+
 import pytest
 import rlk_kernels as rk
 import torch
@@ -70,16 +72,85 @@ def test_a_row_has_the_bits_that_it_has_alone_and_with_one_adapter(batch: Batch)
     assert torch.equal(batch.run(**moved), y[order])
 
 
+def of_three(t: int, k: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Three projections of one x: three adapters of each, of which some are switched off."""
+    widths = (40, 24, 9)
+    named = {"x": drawn(t, k, seed=6, dtype=dtype), "base": drawn(t, 73, seed=7, dtype=dtype)}
+    factors = {"a": drawn(3, S, R, k, seed=8) * 0.1, "b": drawn(S, 73, R, seed=9)}
+    scales = torch.tensor([[2.0, 0.3, 0.0], [0.0, 1.0, 0.5], [1.0, 1.0, 1.0]])
+    return named | factors | {"scales": scales, "slots": torch.arange(t) % 5 - 1, "widths": widths}
+
+
+def one_by_one(given: dict[str, Any], backend: str) -> torch.Tensor:
+    """The same by the halves of the operator for each projection."""
+    widths, x, slots = given["widths"], given["x"], given["slots"]
+    parts = zip(
+        given["base"].split(widths, 1), given["a"], given["b"].split(widths, 1), given["scales"],
+        strict=True,
+    )  # fmt: skip
+    added = []
+    for base, a, b, scales in parts:
+        h = rk.lora_shrink(x, a, scales, slots, backend=backend)
+        added.append(rk.lora_expand(h, base, b, scales, slots, backend=backend))
+    return torch.cat(added, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_projections_of_one_x_have_the_bits_of_each_alone(dtype: torch.dtype, backend: str) -> None:
+    """And the segments of a sum, which few rows compute apart, are added in the order of the
+    halves, which compute them one after another."""
+    given = of_three(20, 1100, dtype)
+    y = rk.add_lora(**given, backend=backend)
+    assert torch.equal(y, one_by_one(given, backend))
+    few = {n: x[:3] if n in ("x", "base", "slots") else x for n, x in given.items()}
+    assert torch.equal(rk.add_lora(**few, backend=backend), y[:3])
+    exchanged = given | {"a": given["a"][[1, 0, 2]]}
+    assert not torch.equal(rk.add_lora(**exchanged, backend=backend), y)
+
+
+def test_projections_of_one_x_have_the_gradients_of_each_alone(backend: str) -> None:
+    given = of_three(9, 70, torch.bfloat16)
+    names = ("base", "x", "a", "b")
+    leaves = [{n: given[n].clone().requires_grad_() for n in names} for _ in range(2)]
+    y = rk.add_lora(**(given | leaves[0]), backend=backend)
+    each = one_by_one(given | leaves[1], backend)
+    assert torch.equal(y, each)
+    grads = (
+        torch.autograd.grad(z, list(of.values()), y.detach())
+        for z, of in zip((y, each), leaves, strict=True)
+    )
+    assert all(torch.equal(*pair) and bool(pair[0].any()) for pair in zip(*grads, strict=True))
+
+
+def test_a_sum_is_of_segments_from_front_to_back() -> None:
+    """The order that the operator's file states, of numbers whose sum depends on it."""
+    k = 1100
+    x, a = drawn(1, k, seed=10), torch.ones(1, 1, k)
+    one = torch.ones(1)
+    h = rk.lora_shrink(x, a, one, backend="triton")
+
+    def in_order(numbers: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(())
+        for number in numbers:
+            total = total + number
+        return total
+
+    parts = torch.stack([in_order(part) for part in x[0].split(512)])
+    assert torch.equal(h[0, 0], in_order(parts))
+    assert not torch.equal(h[0, 0], in_order(x[0]))
+    assert not torch.equal(h[0, 0], in_order(parts.flip(0)))
+    y = rk.add_lora(x, torch.zeros(1, 1), a, torch.ones(1, 1, 1), one, backend="triton")
+    assert torch.equal(y, h)
+
+
 def test_many_rows_have_the_bits_of_few(backend: str) -> None:
-    """Programs compute one slot each for few rows, and all slots for many."""
-    t, bf16 = 1100, torch.bfloat16
-    x, base = drawn(t, 20, seed=6, dtype=bf16), drawn(t, 24, seed=7, dtype=bf16)
-    a, b, scales = drawn(S, R, 20, seed=8), drawn(S, 24, R, seed=9), torch.tensor([2.0, 0.3, 0.0])
-    slots = torch.arange(t) % 5 - 1
-    whole = rk.add_lora(x, base, a, b, scales, slots, backend=backend)
-    few = zip(*(y.split(300) for y in (x, base, slots)), strict=True)
-    parts = [rk.add_lora(x, base, a, b, scales, of, backend=backend) for x, base, of in few]
-    assert torch.equal(torch.cat(parts), whole)
+    """Programs compute one segment of one slot for few rows, and all for many."""
+    given = of_three(1100, 20, torch.bfloat16)
+    whole = rk.add_lora(**given, backend=backend)
+    for start in (0, 300, 1090):
+        some = slice(start, start + 300)
+        few = {n: x[some] if n in ("x", "base", "slots") else x for n, x in given.items()}
+        assert torch.equal(rk.add_lora(**few, backend=backend), whole[some])
 
 
 def test_nan_stays_with_its_row_and_its_adapter(batch: Batch) -> None:

@@ -20,37 +20,37 @@ from rlk_kernels.integrations.operators import LORA, Counted
 
 
 class Update(Counted):
-    """What a wrapper of vLLM adds to the output of its linear."""
+    """What a wrapper of vLLM adds to the output of its linear, of one or several projections.
+
+    The wrapper's factors are moved into one tensor of A and one of B, of which its own are views,
+    so that all projections of the linear are computed at once."""
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
-        slots = wrapper.lora_a_stacked[0].shape[0]
-        self.scaling: list[list[float]] = [[0.0] * slots for _ in wrapper.lora_a_stacked]
-        """The scale of each slice's adapter in each slot; 0 for a slot without one."""
-        self._scales = [torch.zeros(slots, device=a.device) for a in wrapper.lora_a_stacked]
+        a, b = ([x[:, 0] for x in of] for of in (wrapper.lora_a_stacked, wrapper.lora_b_stacked))
+        slots, self._widths = len(a[0]), [x.shape[1] for x in b]
+        self._a, self._b = torch.stack(a), torch.cat(b, 1)
+        """A[P, S, R, K] and B[S, N, R] of the P projections."""
+        wrapper.lora_a_stacked = tuple(x[:, None] for x in self._a)
+        wrapper.lora_b_stacked = tuple(x[:, None] for x in self._b.split(self._widths, 1))
+        self.scaling: list[list[float]] = [[0.0] * slots for _ in a]
+        """The scale of each projection's adapter in each slot; 0 for a slot without one."""
+        self._scales = torch.zeros(len(a), slots, device=self._a.device)
         """The same in fp32, on the device: a CUDA graph reads this memory."""
 
     def set_scales(self, slot: int, scaling: Sequence[float]) -> None:
-        """Sets the scale of each slice's adapter in a slot."""
-        for i, scale in enumerate(scaling):
-            self.scaling[i][slot] = scale
-            self._scales[i][slot] = scale
+        """Sets the scale of each projection's adapter in a slot."""
+        for p, scale in enumerate(scaling):
+            self.scaling[p][slot] = scale
+            self._scales[p, slot] = scale
 
     def add(self, x: Tensor, output: Tensor) -> Tensor:
         """output[..., N] of x[..., K], plus the update of each row's adapter."""
         self.count()
-        wrapper = self._wrapper
         # The rows of a CUDA graph beyond those of the batch have any slot.
-        slots = wrapper.punica_wrapper._token_lora_indices[: x.shape[:-1].numel()]
-        parts = output.split(list(wrapper.output_slices), -1)
-        factors = zip(
-            parts, wrapper.lora_a_stacked, wrapper.lora_b_stacked, self._scales, strict=True
-        )
-        updated = [
-            profile.add_lora(part, x, a[:, 0], b[:, 0], scales, slots.view(x.shape[:-1]))
-            for part, a, b, scales in factors
-        ]
-        return updated[0] if len(updated) == 1 else torch.cat(updated, -1)
+        slots = self._wrapper.punica_wrapper._token_lora_indices[: x.shape[:-1].numel()]
+        how = self._scales, slots.view(x.shape[:-1]), self._widths
+        return profile.add_lora(output, x, self._a, self._b, *how)
 
 
 def update_of(module: Any) -> Update | None:

@@ -9,10 +9,14 @@ sum with base are fp32, one rounding each (no multiply-add), and y is rounded on
 dtype. A row without an adapter, whose slot is outside of 0 .. S - 1 or has the scale 0, is a copy
 of base: -0 stays -0. A row's bits depend on neither the other rows nor the other adapters.
 
-Order of a sum: on Triton one fp32 accumulator, K from front to back in steps of the tensor core, by
-tiles whose shape depends on the weights alone. Zeros behind the rank of an adapter, by which
-engines pad adapters to one shape, change no bit. Portable: error-free splitting, whose sums no
-order can change.
+Order of a sum: on Triton segments of 512 numbers (`few_rows.SEGMENT`), each in one fp32 accumulator
+from front to back in steps of the tensor core; the sums of segments are added in fp32 from front to
+back. Few rows have a program for each segment, many rows one for all. Zeros behind the rank of an
+adapter, by which engines pad adapters to one shape, change no bit. Portable: error-free splitting,
+whose sums no order can change.
+
+Projections of one x, such as q, k and v, may be computed together: the columns of base are then
+those of P projections side by side, each with its own A, B and scale.
 
 Gradients, with dy rounded to x's dtype; a row without an adapter has none but that of base:
     dbase[t, n] = dy[t, n]
@@ -25,8 +29,10 @@ adapters and trailing rows of zeros change nothing. On the torch backend the ord
 changes nothing either.
 
 T = rows (all leading dimensions)   S = slots, each for an adapter   R = rank
-K, N = in, out features
+K, N = in, out features                P = projections of one x
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -134,17 +140,34 @@ def _expand(
     return module.rows_by_slot(h, b.to(h.dtype), scales, slots, True, base)
 
 
-def _check_factor(x: Tensor, name: str, factor: Tensor, scales: Tensor) -> None:
-    """Raise UnsupportedShape or UnsupportedDtype if a factor [S, F, K] does not fit x[..., K]."""
-    sizes = factor.dim() == 3 and scales.dim() == 1 and x.dim() >= 1
-    if not sizes or x.shape[-1] != factor.shape[2] or not 0 < len(factor) == len(scales):
+@custom_op(
+    "add_lora",
+    lambda base, *rest: base.new_empty(base.shape),
+    no_gradient=("add_lora", "without gradients it computes both halves as one"),
+)
+def _add(
+    base: Tensor, x: Tensor, a: Tensor, b: Tensor, scales: Tensor, slots: Tensor | None,
+    widths: list[int], backend: str,
+) -> Tensor:  # fmt: skip
+    """y[T, N] of base[T, N], x[T, K], a[P, S, R, K], b[S, N, R] and scales[P, S]."""
+    module = _module("add_lora", backend)
+    return module.add_lora(base, x, a.to(x.dtype), b.to(x.dtype), scales, slots, widths)
+
+
+def _check_factor(
+    rows: Sequence[int], dtype: torch.dtype, name: str, factor: Tensor, scales: Tensor
+) -> None:
+    """Raise UnsupportedShape or UnsupportedDtype if a factor [S, F, K] does not fit `rows`, the
+    shape of x[..., K]."""
+    sizes = factor.dim() == 3 and scales.dim() == 1 and len(rows) >= 1
+    if not sizes or rows[-1] != factor.shape[2] or not 0 < len(factor) == len(scales):
         raise UnsupportedShape(
             f"add_lora: {name} {tuple(factor.shape)} and scales {tuple(scales.shape)} do not fit "
-            f"rows {tuple(x.shape)}; x[..., K], A[S, R, K], B[S, N, R] and scales[S] are needed"
+            f"rows {tuple(rows)}; x[..., K], A[S, R, K], B[S, N, R] and scales[S] are needed"
         )
-    wide = wide_dtype(x.dtype)
-    if factor.dtype not in (x.dtype, wide):
-        raise UnsupportedDtype(f"add_lora: {name} is {factor.dtype}; {x.dtype} or {wide} is needed")
+    wide = wide_dtype(dtype)
+    if factor.dtype not in (dtype, wide):
+        raise UnsupportedDtype(f"add_lora: {name} is {factor.dtype}; {dtype} or {wide} is needed")
     if scales.dtype != wide:
         raise UnsupportedDtype(f"add_lora: scales are {scales.dtype}; {wide} is needed")
 
@@ -171,10 +194,21 @@ def lora_shrink(
     """h[..., R] of x[..., K] and A[S, R, K]: the first half of `add_lora`, with its arguments and
     errors. A row without an adapter is zeros."""
     chosen = choose("add_lora", backend, x, a, scales, slots)
-    _check_factor(x, "A", a, scales)
+    _check_factor(x.shape, x.dtype, "A", a, scales)
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     h = call(_shrink, rows, a, scales.detach().contiguous(), _flat_slots(x, a, slots), chosen)
     return h.view(*x.shape[:-1], a.shape[1])
+
+
+def _check_base(rows: Sequence[int], dtype: torch.dtype, base: Tensor, columns: int) -> None:
+    """Raise UnsupportedShape or UnsupportedDtype if base is not [*rows, columns] in `dtype`."""
+    if base.shape != (*rows, columns):
+        raise UnsupportedShape(
+            f"add_lora: base {tuple(base.shape)} does not fit x and B of {columns} columns; "
+            f"{(*rows, columns)} is needed"
+        )
+    if base.dtype != dtype:
+        raise UnsupportedDtype(f"add_lora: base is {base.dtype} and x is {dtype}; cast one")
 
 
 def lora_expand(
@@ -184,33 +218,61 @@ def lora_expand(
     """y[..., N] of h[..., R], base[..., N] and B[S, N, R]: the second half of `add_lora`, with its
     arguments and errors."""
     chosen = choose("add_lora", backend, h, base, b, scales, slots)
-    _check_factor(h, "B", b, scales)
-    if base.shape != (*h.shape[:-1], b.shape[1]):
-        raise UnsupportedShape(
-            f"add_lora: base {tuple(base.shape)} does not fit x and B {tuple(b.shape)}; "
-            f"{(*h.shape[:-1], b.shape[1])} is needed"
-        )
-    if base.dtype != h.dtype:
-        raise UnsupportedDtype(f"add_lora: base is {base.dtype} and x is {h.dtype}; cast one")
+    _check_factor(h.shape, h.dtype, "B", b, scales)
+    _check_base(h.shape[:-1], h.dtype, base, b.shape[1])
     rows = h.shape[:-1].numel()
     how = scales.detach().contiguous(), _flat_slots(h, b, slots), chosen
     y = call(_expand, base.reshape(rows, base.shape[-1]), h.reshape(rows, h.shape[-1]), b, *how)
     return y.view(base.shape)
 
 
+def _check_widths(a: Tensor, b: Tensor, scales: Tensor, widths: Sequence[int]) -> None:
+    """Raise UnsupportedShape if the arguments are not of as many projections as `widths`."""
+    counts = a.dim() == 4 and b.dim() == 3 and scales.dim() == 2
+    counts = counts and 0 < len(widths) == len(a) == len(scales)
+    if not counts or min(widths) < 1 or sum(widths) != b.shape[1]:
+        raise UnsupportedShape(
+            f"add_lora: A {tuple(a.shape)}, B {tuple(b.shape)} and scales {tuple(scales.shape)} do "
+            f"not fit widths {list(widths)}; A[P, S, R, K], B[S, N, R], scales[P, S] and P widths "
+            "that add up to N are needed"
+        )
+
+
 def add_lora(
     x: Tensor, base: Tensor, a: Tensor, b: Tensor, scales: Tensor, slots: Tensor | None = None, *,
-    backend: str | None = None,
+    widths: Sequence[int] | None = None, backend: str | None = None,
 ) -> Tensor:  # fmt: skip
     """y[..., N]: base[..., N] plus scales[s] * (x[..., K] @ A[s]^T) @ B[s]^T, where each row is of
     the adapter s = slots[...], for A[S, R, K] and B[S, N, R]. A row whose slot is outside of
     0 .. S - 1, or whose scale is 0, is that of base. Without slots, all rows are of one adapter.
+    With `widths`, base and B have the columns of P projections of x side by side, so many of each;
+    A is [P, S, R, K] and scales are [P, S]. Each projection has the bits that it has alone.
 
     x, base: one dtype of bfloat16, float16, float32 (float64 on the torch backend); A, B: in that
     dtype or float32; scales: float32 (float64 for float64 rows), without a gradient; slots: int32
     or int64. Any strides are supported. Raises UnsupportedShape, UnsupportedDtype, and what
     `backend.choose` raises.
     """
-    choose("add_lora", backend, x, base, a, b, scales, slots)
-    h = lora_shrink(x, a, scales, slots, backend=backend)
-    return lora_expand(h, base, b, scales, slots, backend=backend)
+    chosen = choose("add_lora", backend, x, base, a, b, scales, slots)
+    if widths is None:
+        a, scales, widths = a[None], scales[None], b.shape[1:2]
+    else:
+        _check_widths(a, b, scales, widths)
+    for a_p, scales_p in zip(a, scales, strict=True):
+        _check_factor(x.shape, x.dtype, "A", a_p, scales_p)
+        _check_factor((*x.shape[:-1], a_p.shape[1]), x.dtype, "B", b, scales_p)
+    _check_base(x.shape[:-1], x.dtype, base, b.shape[1])
+    widths, slots_of = list(widths), {"slots": slots, "backend": chosen}
+    if torch.is_grad_enabled() and any(each.requires_grad for each in (x, base, a, b)):
+        parts = zip(a, b.split(widths, 1), scales, base.split(widths, -1), strict=True)
+        added = [
+            lora_expand(
+                lora_shrink(x, a_p, scales_p, **slots_of), base_p, b_p, scales_p, **slots_of
+            )
+            for a_p, b_p, scales_p, base_p in parts
+        ]
+        return added[0] if len(added) == 1 else torch.cat(added, -1)
+    rows = x.shape[:-1].numel()
+    flat = base.reshape(rows, base.shape[-1]), x.reshape(rows, x.shape[-1]), a, b
+    how = scales.detach().contiguous(), _flat_slots(x, b, slots), widths, chosen
+    return call(_add, *flat, *how).view(base.shape)

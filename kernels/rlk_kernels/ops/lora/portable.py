@@ -30,3 +30,19 @@ def rows_by_slot(
             value = base[mine].to(scales.dtype) + value
         out[mine] = value.to(x.dtype)
     return out
+
+
+def add_lora(
+    base: Tensor, x: Tensor, a: Tensor, b: Tensor, scales: Tensor, slots: Tensor | None,
+    widths: list[int],
+) -> Tensor:  # fmt: skip
+    """[T, N] of base[T, N], x[T, K], a[P, S, R, K], b[S, N, R] and scales[P, S]: the update of P
+    projections, which lie side by side in the columns of base, each as wide as `widths` says."""
+    added = [
+        rows_by_slot(rows_by_slot(x, a_p, scales_p, slots, False, None), b_p, scales_p, slots, True,
+                     base_p)
+        for a_p, b_p, scales_p, base_p in zip(
+            a, b.split(widths, 1), scales, base.split(widths, 1), strict=True
+        )
+    ]  # fmt: skip
+    return added[0] if len(added) == 1 else torch.cat(added, 1)
