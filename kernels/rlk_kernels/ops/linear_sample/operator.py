@@ -43,8 +43,8 @@ _on_triton = lazy_module("rlk_kernels.ops.linear_sample.kernels")
 
 
 def _fake(hidden, weight, bias, keys, positions, temperature, logit_dtype, raw, backend):
-    t, wide = hidden.shape[0], torch.promote_types(logit_dtype, torch.float32)
-    numbers = [hidden.new_empty(n, dtype=wide) for n in (t, t, t if raw else 0)]
+    t = hidden.shape[0]
+    numbers = [hidden.new_empty(n, dtype=torch.float32) for n in (t, t, t if raw else 0)]
     kept = hidden.new_empty(t, dtype=torch.int32)
     return hidden.new_empty(t, dtype=torch.int64), numbers[0], kept, *numbers[1:]
 
@@ -72,6 +72,11 @@ def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_dtype: tor
             f"needed, not {tuple(of_hidden)} and {tuple(of_weight)}"
         )
     check_weight("linear_sample", "hidden", hidden, weight, bias)
+    if hidden.dtype == torch.float64:
+        raise UnsupportedDtype(
+            "linear_sample: hidden is torch.float64, whose products have no fixed order; 16 or 32 "
+            "bits are needed"
+        )
     if logit_dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise UnsupportedDtype(
             f"linear_sample: logit_dtype is {logit_dtype}; a floating dtype of 16 or 32 bits is "
@@ -94,11 +99,11 @@ def linear_sample(
     """One token of each row of hidden[T, H], with the bits of
     `sample(linear(hidden, weight, bias, out_dtype=logit_dtype), keys, positions, ...)`.
 
-    hidden[T, H], weight[V, H]: one dtype of bfloat16, float16, float32 (float64 on the torch
-    backend, with logits in float64); bias[V]: that dtype or float32, -inf where a column is never
-    drawn, such as the padding of a vocabulary. logit_dtype: float32, bfloat16 or float16, to which
-    the logits are rounded first, as in `linear_logp`. keys[T], positions[T], temperature and
-    raw_logprobs are those of `sample`, and so is the result, whose mass is 1.
+    hidden[T, H], weight[V, H]: one dtype of bfloat16, float16, float32; bias[V]: that dtype or
+    float32, -inf where a column is never drawn, such as the padding of a vocabulary. logit_dtype:
+    float32, bfloat16 or float16, to which the logits are rounded first, as in `linear_logp`.
+    keys[T], positions[T], temperature and raw_logprobs are those of `sample`, and so is the result,
+    whose mass is 1.
 
     Top-k, top-p, min-p, penalties and masks of single rows need the logits: use `linear` and
     `sample`. Ranks that share the vocabulary have a part of the weight each: `sample_parallel`
@@ -115,7 +120,7 @@ def linear_sample(
     return Sampled(
         *call(
             _linear_sample, hidden, weight, None if bias is None else bias.contiguous(),
-            keys.contiguous(), positions.long().contiguous(), heat,
-            torch.float64 if hidden.dtype == torch.float64 else logit_dtype, raw_logprobs, chosen,
+            keys.contiguous(), positions.long().contiguous(), heat, logit_dtype, raw_logprobs,
+            chosen,
         )
     )  # fmt: skip

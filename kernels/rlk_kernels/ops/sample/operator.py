@@ -119,9 +119,7 @@ Number: TypeAlias = Tensor | float | None
 FLOATS, INTEGERS = (torch.float32,), (torch.int32, torch.int64)
 
 
-def _of_rows(
-    op: str, name: str, value: Number, rows: Tensor, dtype: torch.dtype
-) -> Tensor | None:
+def _of_rows(op: str, name: str, value: Number, rows: Tensor, dtype: torch.dtype) -> Tensor | None:
     """`value` as a tensor with a number for each of `rows`, or None if it is the number at which it
     changes nothing."""
     if not isinstance(value, Tensor):
@@ -132,9 +130,7 @@ def _of_rows(
             raise ValueError(f"{op}: {name} must be from {low} to {high}, not {value}")
         return torch.full((rows.shape[0],), value, dtype=dtype, device=rows.device)
     if value.shape != (rows.shape[0],):
-        raise UnsupportedShape(
-            f"{op}: {name}[{rows.shape[0]}] is needed, not {tuple(value.shape)}"
-        )
+        raise UnsupportedShape(f"{op}: {name}[{rows.shape[0]}] is needed, not {tuple(value.shape)}")
     if value.dtype not in (INTEGERS if name == "top_k" else FLOATS):
         raise UnsupportedDtype(f"{op}: {name} is {value.dtype}; {dtype} is needed")
     return value.to(dtype).contiguous()
