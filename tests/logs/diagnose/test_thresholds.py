@@ -76,8 +76,8 @@ def _has_number(node: ast.AST, named: set[str], deep: bool = True) -> bool:
     if not isinstance(node, ast.BinOp | ast.UnaryOp | ast.Attribute):
         return False
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div):
-        if any(isinstance(x, ast.Constant) and x.value == 2 for x in (node.left, node.right)):
-            return True
+        twos = (isinstance(x, ast.Constant) and x.value == 2 for x in (node.left, node.right))
+        return any(twos) or any(_has_number(x, named, deep) for x in (node.left, node.right))
     return any(_has_number(x, named, deep) for x in ast.iter_child_nodes(node))
 
 
