@@ -16,6 +16,8 @@ def distributions(sides: Mapping[SideName, Trace]) -> dict[SideName, Distributio
 
 def _distribution(attributes: Mapping[str, Any]) -> Distribution | None:
     temperature, limits = attributes.get("temperature"), truncation(attributes)
-    if not all(isinstance(value, int | float) for value in (temperature, *limits.values())):
+    if not isinstance(temperature, int | float):
+        return None
+    if not all(isinstance(value, int | float) for value in limits.values()):
         return None
     return Distribution(temperature=temperature, limits=limits)
