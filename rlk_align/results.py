@@ -433,6 +433,17 @@ class Mismatch(Result):
     """Whether it stops the comparison unless the user allows it."""
 
 
+class Distribution(Result):
+    """The distribution that the log-probs of a side are of: a softmax of the logits."""
+
+    temperature: float
+    """The number that divides the logits."""
+    limits: dict[str, float] = {}
+    """`top_k`, `top_p` and `min_p`, where they drop tokens; the softmax is over the others."""
+
+
+DISTRIBUTION = ("temperature", "top_k", "top_p", "min_p", "logprobs")
+"""The attributes that say which distribution log-probs are of."""
 Quantisation = Literal["fp8-block", "fp8-tensor", "fp8-channel", "fp8-activations", "fp8-cache"]
 """What is quantised: weights in fp8, with a scale for each block, tensor or row; the inputs of
 products; the keys and values of attention."""
@@ -510,6 +521,9 @@ class Comparison(Result):
     casts: dict[SideName, str] = {}
     """Side -> the dtype to which its weights are the other side's, rounded; without sides whose
     weights are not rounded."""
+    distributions: dict[SideName, Distribution] = {}
+    """Side -> the distribution of its log-probs, for each side that states it; empty in a run of an
+    older version."""
     quantised: dict[SideName, list[Quantisation]] = {}
     """Side -> what it quantises otherwise than the other side, for each that does."""
     allowed: list[Kind]

@@ -259,6 +259,16 @@ def sampling(t: int, v: int, dtype=FP32) -> None:
     rk.kept_tokens(logits, temperature=heat, **limits)
 
 
+def hidden_sampling(t: int, h: int, v: int, dtype=BF16, logits=FP32, **options) -> None:
+    """Without log-probs at temperature 1, and with them."""
+    hidden, weight, where = _x(t, h, dtype=dtype), _x(v, h, dtype=dtype), (_ids(t), _ids(t))
+    for raw in (False, True):
+        rk.linear_sample(
+            hidden.detach(), weight.detach(), *where, logit_dtype=logits, raw_logprobs=raw,
+            temperature=_x(t, dtype=FP32).detach(), **options,
+        )  # fmt: skip
+
+
 LARGE, SMALL = HEADS.values()
 CALLS: dict[str, Callable[[], object]] = {
     "tiles": lambda: rk.warm_up("cuda"),  # comes first, because the first product would run it
@@ -337,6 +347,11 @@ CALLS: dict[str, Callable[[], object]] = {
     "adapters, fp32": lambda: adapters(64, 2, 16, 1024, 1024, dtype=FP32),
     "sampling": lambda: sampling(64, 151936),
     "sampling, fp16": lambda: sampling(3, 1001, dtype=FP16),
+    "sampling from hidden states": lambda: hidden_sampling(64, 4096, 151936),
+    "sampling from hidden states, one row": lambda: hidden_sampling(1, 4096, 151936, logits=BF16),
+    "sampling from hidden states, fp16, odd V": lambda: hidden_sampling(
+        300, 512, 5001, dtype=FP16, bias=_x(5001).detach().to(FP16)
+    ),
     "peer gather": lambda: peer_gather(64, 6144),
     "peer gather, in pieces": lambda: peer_gather(16384, 6144),
     "peer gather, 8 ranks": lambda: peer_gather(1, 1536, 8),

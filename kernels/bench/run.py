@@ -39,6 +39,7 @@ PARTS = {
     "host": {"host": "bench_host:measure"},
     "rows": {"rows": "bench_rows:measure"},
     "sample": {"sample": "bench_sample:measure"},
+    "linear_sample": {"linear_sample": "bench_linear_sample:measure"},
     "linear_logp": {"linear_logp": "bench_linear_logp:measure"},
     "linear_logp_rivals": {"rivals": "bench_linear_logp:rivals"},
     "linear_logp_precision": {"precision": "bench_linear_logp:precision"},

@@ -52,6 +52,7 @@ from rlk_kernels.ops.latent_attention.operator import latent_attention, paged_la
 from rlk_kernels.ops.layer_norm.operator import layer_norm
 from rlk_kernels.ops.linear import linear
 from rlk_kernels.ops.linear_logp.operator import linear_logp
+from rlk_kernels.ops.linear_sample.operator import linear_sample
 from rlk_kernels.ops.logp.operator import logp
 from rlk_kernels.ops.lora.operator import add_lora, lora_expand, lora_shrink
 from rlk_kernels.ops.norm_rope.operator import norm_rope
@@ -132,6 +133,7 @@ __all__ = [
     "linear_grpo_loss",
     "linear_logp",
     "linear_policy_loss",
+    "linear_sample",
     "load_balancing_loss",
     "logp",
     "lora_expand",

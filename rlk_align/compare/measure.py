@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from rlk_align.compare.controls import check_controls, paired_logprobs
+from rlk_align.compare.distributions import distributions
 from rlk_align.compare.divergence import Edge, Side, compare_edges
 from rlk_align.compare.edge_rows import NO_ROWS, rows_table
 from rlk_align.compare.expert_choice import Routers
@@ -83,6 +84,7 @@ def measure(
         engines={s: engine_record(t) for s, t in sides.items()},
         mismatches=mismatches,
         casts=cast_sides(rollout, train),
+        distributions=distributions(sides),
         quantised=quantised_sides(rollout, train),
         allowed=list(allowed),
         controls=controls,

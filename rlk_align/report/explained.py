@@ -8,6 +8,7 @@ from rlk_align.interval import Estimate
 from rlk_align.logs.diagnose.explain import Breach, Explanation
 from rlk_align.logs.diagnose.record import Diagnosis, Name, Token
 from rlk_align.logs.dumps.record import Sampling
+from rlk_align.report.distribution_words import softmax_words
 from rlk_align.report.document import DataTable, Document, Fact, Section
 
 MEANING: dict[Name, str] = {
@@ -35,6 +36,8 @@ MEANING: dict[Name, str] = {
     "numerics": "The two sides agree within ordinary rounding.",
 }
 """Diagnosis -> its meaning, in a sentence."""
+_NEUTRAL = {"top_k": (-1, 0), "top_p": (1,), "min_p": (0,)}
+"""Limit -> the values at which it drops no token."""
 BLIND = (
     "decode, prefill or trainer: which of them is off",
     "which operator or kernel it comes from",
@@ -83,22 +86,13 @@ def rollout_distribution(sampling: Sampling | None) -> str:
         return "of distributions that differ from sequence to sequence, by the dump"
     if sampling.logprobs_mode is None:
         return "of a distribution that the dump does not state"
-    kept = [
-        f"{words} {value:g}"
-        for words, value, off in (
-            ("top-k", sampling.top_k, (-1, 0)), ("top-p", sampling.top_p, (1,)),
-            ("min-p", sampling.min_p, (0,)),
-        )
-        if value is not None and value not in off
-    ]  # fmt: skip
-    heat = "an unstated temperature"
-    if sampling.temperature is not None:
-        heat = f"temperature {sampling.temperature:g}"
-    among = f"the tokens that {', '.join(kept)} keep" if kept else "all tokens"
-    drawn = f"at {heat} among {among}"
+    given = {name: getattr(sampling, name) for name in _NEUTRAL}
+    limits = {n: x for n, x in given.items() if x is not None and x not in _NEUTRAL[n]}
+    drawn = softmax_words(sampling.temperature, limits)
     if sampling.logprobs_mode == "processed_logprobs":
         return f"those {drawn}, by the dump, as the tokens were drawn"
-    return f"those at temperature 1 among all tokens, by the dump; the tokens were drawn {drawn}"
+    raw = softmax_words(1.0, {})
+    return f"those {raw}, by the dump; the tokens were drawn {drawn}"
 
 
 def diagnosis_sections(explained: Explanation, folder: str) -> Iterator[Section]:

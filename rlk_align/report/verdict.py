@@ -20,6 +20,7 @@ from rlk_align.judge.verdict import (
 )
 from rlk_align.judge.wording import why_legitimate
 from rlk_align.probe.record import Probe
+from rlk_align.report.distribution_words import sides_words
 from rlk_align.report.document import DataTable, Document, Entry, Fact, Section, Tone
 from rlk_align.report.document_markdown import document_markdown
 from rlk_align.report.probe_units import probe_section
@@ -101,6 +102,8 @@ def _facts(verdict: Verdict) -> Iterator[Fact]:
         torch = e.environment.get("torch", "not recorded")
         yield Fact(side, f"{engine_spec(e)}  {e.version}, {e.dtype}, torch {torch}")
     yield Fact("precheck", ", ".join(f"{kind} {parity(c, kind)}" for kind in PARITY_KINDS))
+    if distributions := sides_words(c):
+        yield Fact("log-probs", distributions)
     if c.controls is not None:
         noise = ", ".join(f"{side} {noise_words(n)}" for side, n in c.controls.noise.items())
         detail = "".join(f"; {text}" for text in c.controls.observer_detail)

@@ -21,6 +21,7 @@ from rlk_align.judge.wording import how_off
 from rlk_align.probe.attribution_record import Contribution
 from rlk_align.probe.record import Probe, ProbedEdge
 from rlk_align.probe.unit_record import Unit
+from rlk_align.report.distribution_words import distribution_words
 from rlk_align.report.probe_units import probed_units
 from rlk_align.report.routing_words import routing_json
 from rlk_align.report.source import ReportSource
@@ -57,6 +58,7 @@ def verdict_json(verdict: Verdict, probe: Probe | None = None) -> dict[str, Any]
         },
         "precheck": {
             **{k: parity(c, k) for k in PARITY_KINDS},
+            **{f"{s}_distribution": distribution_words(d) for s, d in c.distributions.items()},
             "mismatches": [m.model_dump(exclude={"stops"}) for m in c.mismatches],
         },
         "controls": _controls_json(c),

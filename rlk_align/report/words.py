@@ -7,6 +7,7 @@ from pathlib import Path
 from rlk_align.judge.checks import LimitCheck, quantised_between
 from rlk_align.judge.verdict import OverBudget, Verdict, cause_of, headline, over_budget
 from rlk_align.judge.wording import how_off, why_legitimate
+from rlk_align.report.distribution_words import sides_words, stopped_by_distributions
 from rlk_align.results import (
     CodePlace,
     Comparison,
@@ -242,6 +243,8 @@ def check_words(check: LimitCheck) -> str:
 def outcome(verdict: Verdict) -> tuple[str, str]:
     """Returns a sentence on what is wrong, if anything, and a second text with the reasons."""
     c, edge = verdict.comparison, headline(verdict)
+    if c.stopped and stopped_by_distributions(c):
+        return f"The log-probs are of different distributions: {sides_words(c)}.", ""
     if c.stopped:
         return f"The two sides have different inputs: {mismatch_words(c.stopping[0])}.", ""
     if verdict.status == "inconclusive" or edge is None:

@@ -145,6 +145,13 @@ def _sample(at: Inputs, t: int, v: int, settings: dict) -> dict[str, Tensor]:
     return {**result._asdict(), "kept_tokens": rk.kept_tokens(logits, **settings)}
 
 
+def _linear_sample(at: Inputs, t: int, h: int, v: int, temperature: float) -> dict[str, Tensor]:
+    hidden, weight = at.normal(t, h, grad=False), at.normal(v, h, scale=0.5, grad=False)
+    where = at.integers(t, below=1 << 40), at.integers(t, below=9999)
+    drawn = rk.linear_sample(hidden, weight, *where, temperature=temperature, raw_logprobs=True)
+    return drawn._asdict()
+
+
 def _attention(
     at: Inputs, lengths: tuple[int, ...], d: int, heads: tuple[int, int], options: dict
 ) -> dict[str, Tensor]:
@@ -291,6 +298,8 @@ def cases(device: str, full: bool) -> Iterator[tuple[str, Case]]:
             yield case("logp", dtype, _logp, 9, v, 0.7)
             for settings in ({}, {"temperature": 0.7, "top_k": 12, "top_p": 0.9, "min_p": 0.01}):
                 yield case("sample", dtype, _sample, 9, v, settings)
+            for temperature in (0.0, 0.7):
+                yield case("linear_sample", dtype, _linear_sample, 9, 100, v, temperature)
         sequences = [(5, 0, 33)]
         if full:
             sequences = [(1500, 0, 700), (4096,)] if dtype in HALF else [(300, 77)]

@@ -205,6 +205,10 @@ CASES = {
         rk.kept_tokens, (X[:2].clone(),), {"temperature": ONES[:2].clone(), "top_k": 3},
         gradient=False,
     ),
+    "linear_sample": Case(
+        rk.linear_sample, (X[:2].clone(), HEAD, IDS[:2].clone(), IDS[2:4].clone()),
+        {"bias": rand(V), "temperature": ONES[:2].clone(), "raw_logprobs": True}, gradient=False,
+    ),
     "linear_logp": Case(rk.linear_logp, (X, HEAD, IDS)),
     "linear_logp, all outputs": Case(
         rk.linear_logp, (X, HEAD, IDS),

@@ -30,6 +30,7 @@ def test_public_names():
     operators += ["gated_delta_rule", "cached_gated_delta_rule", "delta_gates", "gated_rms_norm"]
     operators += ["causal_conv1d", "cached_causal_conv1d", "add_lora"]
     operators += ["lora_shrink", "lora_expand", "sample", "kept_tokens"]
+    operators += ["linear_sample"]
     operators += ["latent_attention", "paged_latent_attention"]
     operators += ["norm_rope", "write_kv_cache", "route", "route_corrected", "group_by_expert"]
     operators += ["grouped_linear", "grouped_swiglu", "combine_experts", "load_balancing_loss"]
@@ -91,6 +92,8 @@ def test_no_rows_are_fine(backend):
     assert rk.logp(empty, torch.empty(0).long(), backend=backend).shape == (0,)
     assert rk.sample(empty, positions, positions, top_k=3, backend=backend).ids.shape == (0,)
     assert rk.kept_tokens(empty, top_p=0.5, backend=backend).shape == (0, 8)
+    drawn = rk.linear_sample(empty, W, positions, positions, raw_logprobs=True, backend=backend)
+    assert {len(x) for x in drawn} == {0}
     lora = torch.ones(1, 2, 8), torch.ones(1, 5, 2), torch.ones(1)
     assert rk.add_lora(empty, empty[:, :5], *lora, backend=backend).shape == (0, 5)
     heads = torch.empty(0, 2, 8)
@@ -130,6 +133,7 @@ def test_registration_passes_torchs_own_check():
     limits = torch.tensor([3, 0, 2], dtype=torch.int32), torch.full((3,), 0.9), None
     torch.library.opcheck(ops.sample, (X, *requests, *limits, True, "torch"))
     torch.library.opcheck(ops.kept_tokens, (X, requests[2], *limits, "torch"))
+    torch.library.opcheck(ops.linear_sample, (X, W, None, *requests, torch.bfloat16, True, "torch"))
     top = torch.tensor([[1], [0], [2]])
     torch.library.opcheck(
         ops.logp_and_more, (X, torch.tensor([1, 2, 3]), top, 2, 0.0, 1.0, 1.0, "torch")

@@ -61,6 +61,7 @@ def test_every_operator_runs_forward_and_backward():
     forward |= {"write_kv_cache", "clamped_swiglu", "activation", "layer_norm", "position_scale"}
     forward |= {
         "sample",
+        "linear_sample",
         "kept_tokens",
         "cached_causal_conv1d",
         "cached_gated_delta_rule",

@@ -31,7 +31,7 @@ itself. Quantisation is limited, too, once for each dtype."""
 OPTIONAL: frozenset[tuple[Name, str | None]] = frozenset(
     {
         *(("duplicated", None), ("duplicated", "chance"), ("missing", "rescored")),
-        *(("stale-weights", "labels"), ("dropout", "repeat")),
+        *(("stale-weights", "labels"), ("dropout", "repeat"), ("truncation", "kept-mass")),
     }
 )
 """The (diagnosis, statistic) that contracts of an earlier version lack. The diagnosis is then
@@ -52,11 +52,14 @@ class _Limit(TailLimit, BaseModel):
     """`published: …`, `measured: …` or `derived: …`."""
 
 
+Statistic = Literal["null", "rescored", "chance", "labels", "repeat", "negligible", "kept-mass"]
+
+
 class RunLimit(_Limit):
     """A diagnosis holds if the whole interval of its statistic is above `fail`."""
 
     diagnosis: Name
-    statistic: Literal["null", "rescored", "chance", "labels", "repeat", "negligible"] | None = None
+    statistic: Statistic | None = None
     dtype: Dtype | None = None
     floor: Bound | None = None
     """For a statistic in multiples of c: the smallest c that counts as its unit."""

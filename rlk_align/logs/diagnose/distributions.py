@@ -126,10 +126,11 @@ def truncation(e: Evidence) -> Diagnosis | None:
 def by_kept_mass(e: Evidence) -> Diagnosis | None:
     """Holds if the logarithm of the recorded kept mass is most of Δ, as where one side's log-probs
     are among the kept tokens and the other's among all. Tokens count by that logarithm."""
-    limit = e.contract.limit("truncation")
+    statistic = "kept-mass" if e.contract.asks("truncation", "kept-mass") else None
+    limit, left = e.contract.limit("truncation", statistic), e.contract.threshold("truncation.rest")
     log = np.nan_to_num(e.log_kept)
     for side, sign in (("rollout", 1.0), ("trainer", -1.0)):
-        near = np.abs(e.d - sign * log) < np.abs(e.d) / 2
+        near = np.abs(e.d - sign * log) < left * np.abs(e.d)
         explained = e.share(np.where(near, -log, 0.0), -log)
         if not explained.above(limit):
             continue
@@ -141,9 +142,9 @@ def by_kept_mass(e: Evidence) -> Diagnosis | None:
             f"top-k or min-p keep, and the {other}'s are among all. Where tokens were dropped, "
             f"{mass:.3f} of the mass was kept. It is not another temperature"
         )
-        statistic = "share of tokens, by log(kept mass), of which it is most of Δ"
+        words = "share of tokens, by log(kept mass), of which it is most of Δ"
         samples = e.worst(np.abs(e.d), log < 0)
-        return diagnosis("truncation", statistic, explained, limit, why, samples)
+        return diagnosis("truncation", words, explained, limit, why, samples)
     return None
 
 

@@ -24,14 +24,19 @@ STATISTICS = {
     "e.q >= 0.1",
     "e.q < 0.9",
     "len(picked) == SHOWN",
+    "(estimate.value + estimate.low) / 2 > limit",
+    "2 * count > counts.compared",
+    "sum((p.tokens for p in parts)) > 2 * most",
 }
 """Comparisons that are part of what a statistic is, and are stated in its words, or that choose
-what is shown. None of them says when a diagnosis holds."""
+what is shown: a cause beside a diagnosis that holds, a suspicion beside one that does not, how much
+is kept in memory. None of them says when a diagnosis holds."""
 
 
 def decided_in_code(source: str, constants: dict[str, object]) -> list[str]:
     """The comparisons of a module with a number that is not in PLAIN: in the comparison, in a
-    constant of the module, or in a local variable that the number is multiplied into."""
+    constant of the module, or in a local variable that the number is multiplied into. A 2 that
+    multiplies or divides counts, too."""
     tree = ast.parse(source)
     named = {name for name, value in constants.items() if name.isupper() and _is_number(value)}
     for node in ast.walk(tree):
@@ -70,6 +75,9 @@ def _has_number(node: ast.AST, named: set[str], deep: bool = True) -> bool:
         return deep and any(_has_number(x, named) for x in inside)
     if not isinstance(node, ast.BinOp | ast.UnaryOp | ast.Attribute):
         return False
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div):
+        twos = (isinstance(x, ast.Constant) and x.value == 2 for x in (node.left, node.right))
+        return any(twos) or any(_has_number(x, named, deep) for x in (node.left, node.right))
     return any(_has_number(x, named, deep) for x in ast.iter_child_nodes(node))
 
 
@@ -97,7 +105,9 @@ def test_no_comparison_has_a_number_of_its_own(path: Path) -> None:
         ("far = e.size < max(3, count)", True),
         ("found = share(1, 2).above(0.02)", True),
         ("far = -0.05 > e.d", True),
-        ("far = e.size[:, 5] > 2 * median", False),
+        ("far = e.size > np.abs(e.d) / 2", True),
+        ("far = 2 * e.size > median", True),
+        ("far = e.size[:, 5] > median + 2", False),
         ('far = e.size > threshold("routing.factor") * median', False),
     ],
 )

@@ -12,16 +12,21 @@ from torch import Tensor
 from rlk_kernels.launching import ShapeCache, launch, shape_cache
 from rlk_kernels.memory import empty
 from rlk_kernels.numerics.lse_tree.kernels import (
-    LN2,
     NO_COLUMNS,
     leaf_stats_of_halves,
     merge_neighbours,
-    scaled,
 )
 from rlk_kernels.ops.overlap import begin_overlapped
 from rlk_kernels.ops.sample.find_cuts import Cuts, find_cuts
 from rlk_kernels.ops.sample.plan import TREE_WARPS, WARPS, Blocks, blocks_of
-from rlk_kernels.ops.sample.walk_kernels import divided, is_kept, uniforms, walk, walk_leaves
+from rlk_kernels.ops.sample.walk_kernels import (
+    divided,
+    is_kept,
+    store_row,
+    uniforms,
+    walk,
+    walk_leaves,
+)
 
 
 @triton.jit
@@ -130,31 +135,15 @@ def _finish_kernel(
     leaf_n, leaf_s, leaf = walk_leaves(divided(x, temperature), cols, u, LEAVES)
     _, _, drawn = walk(leaf_n, leaf_s, leaf, u, LEAVES, LEVELS, 4)
     id = tl.where(greedy, first, tl.sum(drawn, 0))
-    exists = s > 0.0  # a NaN is not
-    id = tl.where(exists, id, 0)
-    x = tl.load(x_ptr + row * stride_t + id).to(tl.float32)
-    z = divided(x + tl.zeros((1,), tl.float32), temperature)
-    nothing = float("nan")
-    logprob = tl.where(greedy, 0.0, (scaled(z, n) - tl.log2(s)) * LN2)
+    x = tl.load(x_ptr + row * stride_t + tl.where(s > 0.0, id, 0)).to(tl.float32)
     mass = 1.0
     if CUT:
         root = roots_ptr + row * 2
         mass = tl.where(greedy, 1.0, tl.exp2(n - tl.load(root)) * s / tl.load(root + 1))
-    here = row + tl.zeros((1,), tl.int64)
-    tl.store(logprobs_ptr + here, tl.where(exists, logprob, nothing))
-    tl.store(mass_ptr + row, tl.where(exists, mass, nothing))
-    tl.store(kept_ptr + row, tl.where(exists, tl.where(greedy, 1, kept), 0))
-    tl.store(ids_ptr + row, tl.where(exists, id, -1).to(tl.int64))
-    if RAW:
-        at = raw_ptr + (row * nodes + block)[None, :] * 2
-        n = tl.load(at, mask=known[None, :], other=NO_COLUMNS)
-        s = tl.load(at + 1, mask=known[None, :], other=0.0)
-        n, s, _ = merge_neighbours(n, s, s, 1, 1 << ROW_LEVELS, ROW_LEVELS, False)
-        raw = (
-            scaled(x + tl.zeros((1,), tl.float32), tl.reshape(n, (1,)))
-            - tl.log2(tl.reshape(s, (1,)))
-        ) * LN2
-        tl.store(raw_logprobs_ptr + here, tl.where(exists, raw, nothing))
+    store_row(
+        row, id, x, temperature, n, s, kept, mass, raw_ptr, nodes, ids_ptr, logprobs_ptr, kept_ptr,
+        mass_ptr, raw_logprobs_ptr, ROW_LEVELS, RAW,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -205,17 +194,22 @@ def _launch_blocks(
     )  # fmt: skip
 
 
+def new_results(t: int, raw: bool, device: torch.device) -> tuple[Tensor, ...]:
+    """Memory for the fields of `Sampled`, in its order."""
+    ids, kept = empty((t,), torch.int64, device), empty((t,), torch.int32, device)
+    logprobs, mass = empty((t,), torch.float32, device), empty((t,), torch.float32, device)
+    return ids, logprobs, kept, mass, empty((t if raw else 0,), torch.float32, device)
+
+
 def sample(
     logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor, top_k: Tensor | None,
     top_p: Tensor | None, min_p: Tensor | None, raw: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     """(ids, logprobs, kept, mass, raw logprobs) of logits[T, V] with dense rows."""
     (t, v), device = logits.shape, logits.device
-    ids, kept = empty((t,), torch.int64, device), empty((t,), torch.int32, device)
-    logprobs, mass = empty((t,), torch.float32, device), empty((t,), torch.float32, device)
-    raw_logprobs = empty((t if raw else 0,), torch.float32, device)
+    results = new_results(t, raw, device)
     if not t:
-        return ids, logprobs, kept, mass, raw_logprobs
+        return results
     blocks, limits = blocks_of(v, device), (top_k, top_p, min_p)
     truncated = any(x is not None for x in limits)
     cache = _cache("sample", logits, *limits, raw)
@@ -228,12 +222,11 @@ def sample(
     launch(
         cache, _finish_kernel, (t, 1, 1),
         (logits, temperature, keys, positions, nodes, raw_nodes, counts, cuts.tops, cuts.logits,
-         cuts.columns, cuts.roots, ids, logprobs, kept, mass, raw_logprobs, logits.stride(0), v,
-         blocks.count, blocks.columns, blocks.leaves, blocks.levels, blocks.row_levels, raw,
-         truncated, blocks.overlaps),
+         cuts.columns, cuts.roots, *results, logits.stride(0), v, blocks.count, blocks.columns,
+         blocks.leaves, blocks.levels, blocks.row_levels, raw, truncated, blocks.overlaps),
         {"num_warps": WARPS, "launch_pdl": blocks.overlaps},
     )  # fmt: skip
-    return ids, logprobs, kept, mass, raw_logprobs
+    return results
 
 
 def kept_tokens(

@@ -119,24 +119,41 @@ Number: TypeAlias = Tensor | float | None
 FLOATS, INTEGERS = (torch.float32,), (torch.int32, torch.int64)
 
 
-def _of_rows(
-    op: str, name: str, value: Number, logits: Tensor, dtype: torch.dtype
-) -> Tensor | None:
-    """`value` as a tensor [T], or None if it is the number at which it changes nothing."""
+def _of_rows(op: str, name: str, value: Number, rows: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """`value` as a tensor with a number for each of `rows`, or None if it is the number at which it
+    changes nothing."""
     if not isinstance(value, Tensor):
         if value is None or value == _NOTHING[name]:
             return None
         low, high = _RANGES[name]
         if not low <= value <= high:
             raise ValueError(f"{op}: {name} must be from {low} to {high}, not {value}")
-        return torch.full((logits.shape[0],), value, dtype=dtype, device=logits.device)
-    if value.shape != (logits.shape[0],):
-        raise UnsupportedShape(
-            f"{op}: {name}[{logits.shape[0]}] is needed, not {tuple(value.shape)}"
-        )
+        return torch.full((rows.shape[0],), value, dtype=dtype, device=rows.device)
+    if value.shape != (rows.shape[0],):
+        raise UnsupportedShape(f"{op}: {name}[{rows.shape[0]}] is needed, not {tuple(value.shape)}")
     if value.dtype not in (INTEGERS if name == "top_k" else FLOATS):
         raise UnsupportedDtype(f"{op}: {name} is {value.dtype}; {dtype} is needed")
     return value.to(dtype).contiguous()
+
+
+def temperatures(op: str, value: Number, rows: Tensor) -> Tensor:
+    """The temperature of each of `rows`, float32 [T]."""
+    heat = _of_rows(op, "temperature", value, rows, torch.float32)
+    if heat is None:
+        heat = torch.ones(rows.shape[0], dtype=torch.float32, device=rows.device)
+    return heat
+
+
+def check_requests(op: str, keys: Tensor, positions: Tensor, rows: Tensor) -> None:
+    """Raise UnsupportedShape or UnsupportedDtype if there is not one key and one position for each
+    of `rows`."""
+    for name, value, dtypes in (("keys", keys, INTEGERS[1:]), ("positions", positions, INTEGERS)):
+        if value.shape != (rows.shape[0],):
+            raise UnsupportedShape(
+                f"{op}: {name}[{rows.shape[0]}] is needed, not {tuple(value.shape)}"
+            )
+        if value.dtype not in dtypes:
+            raise UnsupportedDtype(f"{op}: {name} is {value.dtype}; {dtypes[-1]} is needed")
 
 
 _NOTHING = {"temperature": None, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -158,9 +175,7 @@ def _arguments(
     if not logits.is_floating_point():
         raise UnsupportedDtype(f"{op}: logits are {logits.dtype}; floating-point ones are needed")
     rows = logits if logits.stride(1) == 1 else logits.contiguous()
-    heat = _of_rows(op, "temperature", temperature, logits, torch.float32)
-    if heat is None:
-        heat = torch.ones(logits.shape[0], dtype=torch.float32, device=logits.device)
+    heat = temperatures(op, temperature, logits)
     return (
         rows, heat, _of_rows(op, "top_k", top_k, logits, torch.int32),
         _of_rows(op, "top_p", top_p, logits, torch.float32),
@@ -216,13 +231,7 @@ def sample(
     UnsupportedShape, UnsupportedDtype, ValueError, and what `backend.choose` raises.
     """
     arguments = _arguments("sample", logits, temperature, top_k, top_p, min_p)
-    for name, value, dtypes in (("keys", keys, INTEGERS[1:]), ("positions", positions, INTEGERS)):
-        if value.shape != (logits.shape[0],):
-            raise UnsupportedShape(
-                f"sample: {name}[{logits.shape[0]}] is needed, not {tuple(value.shape)}"
-            )
-        if value.dtype not in dtypes:
-            raise UnsupportedDtype(f"sample: {name} is {value.dtype}; {dtypes[-1]} is needed")
+    check_requests("sample", keys, positions, logits)
     chosen = choose("sample", backend, *arguments, keys, positions)
     rows, *rest = arguments
     where = keys.contiguous(), positions.long().contiguous()

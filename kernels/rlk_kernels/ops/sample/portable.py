@@ -68,8 +68,8 @@ def _logprob(z, ids):
     return (z.gather(-1, ids[:, None])[:, 0] - m) - log_s, m + log_s
 
 
-def _rows(raw, x, row, keys, positions, temperature, top_k, top_p, min_p):
-    x, wide = _widened(x, row)
+def _rows(op, raw, x, row, keys, positions, temperature, top_k, top_p, min_p):
+    x, wide = _widened(op, x, row)
     z = _divided(x, temperature)
     kept = _kept(x, z, temperature, top_k, top_p, min_p)
     ids = _walk(z, kept, uniform(keys, positions, levels(x.shape[1])))
@@ -82,7 +82,7 @@ def _rows(raw, x, row, keys, positions, temperature, top_k, top_p, min_p):
     return ids, logprob, kept.sum(-1).int(), mass, raw_logprob
 
 
-def _widened(x: Tensor, row: Tensor) -> tuple[Tensor, torch.dtype]:
+def _widened(op: str, x: Tensor, row: Tensor) -> tuple[Tensor, torch.dtype]:
     """x in fp32 or float64, with +0 for -0. Raises ValueError for rows without a distribution."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     x = x.to(wide) + 0.0
@@ -90,24 +90,25 @@ def _widened(x: Tensor, row: Tensor) -> tuple[Tensor, torch.dtype]:
     if not bool(top.isfinite().all()):
         first = int(row[(~top.isfinite()).nonzero()[0, 0]])
         raise ValueError(
-            f"sample: row {first} of the logits has no distribution: it has NaN or +inf, or no "
+            f"{op}: row {first} of the logits has no distribution: it has NaN or +inf, or no "
             "logit above -inf"
         )
     return x, wide
 
 
-def _numbered(logits: Tensor) -> Tensor:
-    return torch.arange(logits.shape[0], device=logits.device)
+def _numbered(logits: Tensor, first: int = 0) -> Tensor:
+    return torch.arange(first, first + logits.shape[0], device=logits.device)
 
 
 def sample(
     logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor, top_k: Tensor | None,
-    top_p: Tensor | None, min_p: Tensor | None, raw: bool,
+    top_p: Tensor | None, min_p: Tensor | None, raw: bool, op: str = "sample", first: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(ids, logprobs, kept, mass, raw logprobs)."""
+    """(ids, logprobs, kept, mass, raw logprobs). An error names the operator `op`, and the row by
+    its number from `first` on."""
     return by_rows(
-        functools.partial(_rows, raw), logits, _numbered(logits), keys, positions, temperature,
-        top_k, top_p, min_p,
+        functools.partial(_rows, op, raw), logits, _numbered(logits, first), keys, positions,
+        temperature, top_k, top_p, min_p,
     )  # fmt: skip
 
 
@@ -118,7 +119,7 @@ def kept_tokens(
     """bool [T, V]."""
 
     def run(x, row, temperature, *limits):
-        x = _widened(x, row)[0]
+        x = _widened("kept_tokens", x, row)[0]
         return _kept(x, _divided(x, temperature), temperature, *limits)
 
     return by_rows(run, logits, _numbered(logits), temperature, top_k, top_p, min_p)

@@ -8,7 +8,15 @@ share one number.
 import triton
 import triton.language as tl
 
-from rlk_kernels.numerics.lse_tree.kernels import LEAF_COLUMNS, nearest_exponent, pow2, scaled
+from rlk_kernels.numerics.lse_tree.kernels import (
+    LEAF_COLUMNS,
+    LN2,
+    NO_COLUMNS,
+    merge_neighbours,
+    nearest_exponent,
+    pow2,
+    scaled,
+)
 from rlk_kernels.ops.sample import draws
 
 DRAWS = tl.constexpr(draws.DRAWS)
@@ -82,3 +90,33 @@ def walk_leaves(z, column, u, LEAVES: tl.constexpr):
         a, b = tl.split(tl.reshape(column, (LEAVES, 8 >> level, 2)))
         s, column = _choose(left, right, a, b, u, level)
     return n, tl.reshape(s, (LEAVES,)), tl.reshape(column, (LEAVES,))
+
+
+@triton.jit
+def store_row(
+    row, id, x, temperature, n, s, kept, mass, raw_ptr, nodes, ids_ptr, logprobs_ptr, kept_ptr,
+    mass_ptr, raw_logprobs_ptr, ROW_LEVELS: tl.constexpr, RAW: tl.constexpr,
+):  # fmt: skip
+    """The results of a row from its root (n, s), the drawn column `id` and the logit x of it. A row
+    without a distribution has the id -1. raw_ptr: the nodes at temperature 1."""
+    exists = s > 0.0  # a NaN is not
+    greedy = temperature == 0.0
+    nothing = float("nan")
+    z = divided(x + tl.zeros((1,), tl.float32), temperature)
+    logprob = tl.where(greedy, 0.0, (scaled(z, n) - tl.log2(s)) * LN2)
+    here = row + tl.zeros((1,), tl.int64)
+    tl.store(logprobs_ptr + here, tl.where(exists, logprob, nothing))
+    tl.store(mass_ptr + row, tl.where(exists, mass, nothing))
+    tl.store(kept_ptr + row, tl.where(exists, tl.where(greedy, 1, kept), 0))
+    tl.store(ids_ptr + row, tl.where(exists, id, -1).to(tl.int64))
+    if RAW:
+        block = tl.arange(0, 1 << ROW_LEVELS)[None, :]
+        at = raw_ptr + (row * nodes + block) * 2
+        n = tl.load(at, mask=block < nodes, other=NO_COLUMNS)
+        s = tl.load(at + 1, mask=block < nodes, other=0.0)
+        n, s, _ = merge_neighbours(n, s, s, 1, 1 << ROW_LEVELS, ROW_LEVELS, False)
+        raw = (
+            scaled(x + tl.zeros((1,), tl.float32), tl.reshape(n, (1,)))
+            - tl.log2(tl.reshape(s, (1,)))
+        ) * LN2
+        tl.store(raw_logprobs_ptr + here, tl.where(exists, raw, nothing))

@@ -1,0 +1,1 @@
+"""linear_sample: a token from a hidden state, without all logits in memory."""
