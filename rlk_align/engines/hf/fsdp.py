@@ -11,12 +11,7 @@ from rlk_align.engines.base import Engine, Logprobs, SamplesDone
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.lora import LiveLora
-from rlk_align.engines.common.parameters import (
-    LiveParameter,
-    ParameterRecord,
-    even_shards,
-    record_parameter,
-)
+from rlk_align.engines.common.parameters import LiveParameter, even_shards
 from rlk_align.engines.common.weights import unfused
 from rlk_align.engines.hf.engine import HFEngine
 from rlk_align.engines.hf.experts import corrections, expert_weights
@@ -65,12 +60,7 @@ class FSDPEngine(HFEngine):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def weights(self) -> Iterator[ParameterRecord]:
-        return map(record_parameter, self.whole_parameters())
-
     def whole_parameters(self) -> Iterator[LiveParameter]:
-        """Every canonical parameter, one at a time, as the engine computes with it. All ranks call
-        this, and rank 0 alone yields."""
         compute = getattr(torch, self.compute_dtype)
         self.reshard()
         for name, weight in unfused(self.model, self.places()):

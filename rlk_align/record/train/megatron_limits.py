@@ -54,6 +54,7 @@ def check_chunk(model: Any, shape: ModelShape, grid: Grid) -> None:
     layers, tp = len(model.decoder.layers), grid.tp.world
     rows = {table.shape[0] * tp for table in _tables(model)}
     refused = {
+        "an adapter": any("peft" in name.split(".") for name in names),
         "TransformerEngine's spec": any("transformer_engine" in name for name in names),
         f"virtual stages ({config.virtual_pipeline_model_parallel_size})": bool(
             config.virtual_pipeline_model_parallel_size

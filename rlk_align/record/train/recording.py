@@ -32,6 +32,8 @@ class Recording:
         self._taps: Hooks | None = None
         self._unexposed: dict[str, str] = {}
         self._repeating = False
+        self._uncounted = 0
+        """The number of forwards that were not those of the policy."""
 
     def attach(self) -> Hooks:
         """Hooks on the model, which the caller closes."""
@@ -46,12 +48,15 @@ class Recording:
     def _before(self, _model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._repeating:
             return
+        self._here, self._input = [], None
+        if not self._live.counts():
+            self._uncounted += 1
+            return
         found = self._live.input(args, kwargs)
         known = [(key, s, n) for s in found.segments for key, n in self._key(s)]
         every = self._live.keys_of_all([key for key, _, _ in known])
         new = self._lowest_of(every)
         own = {key for place, key in new if place == self._live.place}
-        self._here = []
         for key, segment, length in known:
             # A sequence may be in the forward twice.
             if key in own:
@@ -141,9 +146,12 @@ class Recording:
         """Completes the shard, without a message to other ranks: one of them may have died. Raises
         BadOption if no sequence was recorded."""
         if not self._lowest.keys and self._live.alone:
+            others = f" ({self._uncounted} had another adapter)" if self._uncounted else ""
             raise BadOption(
-                "no forward of the step had a sequence that begins with one of its prompts",
-                "give the token ids of the prompts as the model reads them, without padding",
+                "no forward of the step had a sequence that begins with one of its prompts"
+                + others,
+                "give the token ids of the prompts as the model reads them, without padding; enter "
+                "the step with the adapter that its forwards compute with",
             )
         for writer in self._writers.values():
             writer.finish(self._unexposed)
