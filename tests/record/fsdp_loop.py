@@ -63,7 +63,11 @@ for layer in layers:
     fully_shard(layer, mp_policy=policy)
 fully_shard(trainer, mp_policy=policy)
 if fault == "stale" and rank == 1:
-    layers[1].mlp.up_proj.weight.to_local().data.mul_(1.03125)
+    if hasattr(layers[1].mlp, "experts"):
+        # Its first expert is the one after those of rank 0; the rows of up_proj follow gate_proj's.
+        layers[1].mlp.experts.gate_up_proj.to_local().data[0].chunk(2)[1].mul_(1.03125)
+    else:
+        layers[1].mlp.up_proj.weight.to_local().data.mul_(1.03125)
 trained = [p for p in trainer.parameters() if p.requires_grad]
 optimizer = torch.optim.SGD(trained, lr=0.0)  # the weights stay those of the rollout
 recorder = record.trainer(trainer, str(folder / name), every=3)

@@ -14,6 +14,10 @@ from pathlib import Path
 
 def rollout(folder: Path, model: str, prompts: list[list[int]]) -> None:
     import torch
+
+    from rlk_align.engines.vllm.registered import register_without_torchvision
+
+    register_without_torchvision()  # which this machine may lack
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 

@@ -33,8 +33,9 @@ def installed_plugin(folder: Path) -> Path:
 class Job:
     """A recorded job, whose sides are compared."""
 
-    def __init__(self, folder: Path, count: int) -> None:
-        self.folder, self.model = folder, str(data_path("model"))
+    def __init__(self, folder: Path, count: int, model: Path | None = None) -> None:
+        """`model`: by default the embedded one, whose tokenizer all fixtures have."""
+        self.folder, self.model = folder, str(model or data_path("model"))
         lines = data_path("prompts.jsonl").read_text(encoding="utf-8").splitlines()
         texts = folder / "texts.jsonl"
         texts.write_text("\n".join(sorted(lines, key=len)[6 : 6 + count]) + "\n", encoding="utf-8")

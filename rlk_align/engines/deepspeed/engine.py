@@ -23,9 +23,12 @@ class DeepSpeedEngine(FSDPEngine):
     r, r + N, ...
     """
 
+    package: Any
+    """The module `deepspeed`."""
+
     def open(self) -> None:
         self.device = self.ranks.device
-        self._deepspeed = import_deepspeed(self.ranks)
+        self.package = import_deepspeed(self.ranks)
         config = self._config()
         # transformers reads it for as long as it lives.
         keep = _partitioning(config) if self.spec.option("zero_init") else None
@@ -34,7 +37,7 @@ class DeepSpeedEngine(FSDPEngine):
         if self.spec.option("checkpointing"):
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.train()
-        self.engine, *_ = self._deepspeed.initialize(
+        self.engine, *_ = self.package.initialize(
             model=model,
             optimizer=torch.optim.AdamW(p for p in model.parameters() if p.requires_grad),
             config=config,
@@ -73,7 +76,7 @@ class DeepSpeedEngine(FSDPEngine):
 
     def version(self) -> str:
         other = HFEngine.version(self)
-        return f"{self._deepspeed.__version__}, torch {torch.__version__}, transformers {other}"
+        return f"{self.package.__version__}, torch {torch.__version__}, transformers {other}"
 
     def attributes(self) -> dict[str, Any]:
         with self.gathered([self.model.model.embed_tokens.weight]):
@@ -106,7 +109,7 @@ class DeepSpeedEngine(FSDPEngine):
     def gathered(
         self, parameters: Iterable[torch.Tensor], written: bool = False
     ) -> AbstractContextManager[None]:
-        return self._deepspeed.zero.GatheredParameters(
+        return self.package.zero.GatheredParameters(
             list(parameters), modifier_rank=0 if written else None, enabled=self.shards_parameters
         )
 

@@ -8,10 +8,9 @@ from rlk_align.engines.spec import EngineSpec
 from rlk_align.engines.vllm.engine import VLLMEngine
 from rlk_align.errors import BadOption
 from rlk_align.model.adapter import CONFIG, TENSORS, read_settings
-from rlk_align.model.checkpoint import resolve_model
+from rlk_align.model.checkpoint import read_config, resolve_model
 from rlk_align.model.shape import read_shape
 from rlk_align.model.sites import model_sites
-from rlk_align.record.shared.shard import refuse_unless_dense
 from rlk_align.trace.records import writing
 from rlk_align.trace.schema import COMPILED, LoraRecord
 
@@ -92,8 +91,9 @@ def described_engine(config: Any) -> RecordedEngine:
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "enable_prefix_caching": bool(config.cache_config.enable_prefix_caching),
     }
-    engine = RecordedEngine(EngineSpec("vllm", options).canonical(shape.dtype), model, shape)
-    refuse_unless_dense(engine)
+    spec = EngineSpec("vllm", options).canonical(shape.dtype)
+    spec.info.check(spec.option, read_config(model), shape)
+    engine = RecordedEngine(spec, model, shape)
     engine.compiled = not config.model_config.enforce_eager
     return engine
 

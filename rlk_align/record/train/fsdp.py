@@ -1,6 +1,5 @@
 """A live causal LM of transformers whose parameters FSDP2 shards over ranks."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,29 +7,22 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.info import OptionValue
 from rlk_align.engines.process.ranks import Ranks
 from rlk_align.errors import BadOption
-from rlk_align.record.shared.choose import Key
-from rlk_align.record.train.hf import LiveHF
-from rlk_align.record.train.live import ForwardInput
 from rlk_align.record.train.recorded_engine import RecordedFSDP
-from rlk_align.record.train.segments import Chosen
-from rlk_align.record.train.together import of_all
-from rlk_align.trace.writer import PassWriter
+from rlk_align.record.train.replicas import LiveReplicas
 
 
-class LiveFSDP(LiveHF):
-    """A model after `fully_shard`. The ranks run their forwards together, each with sequences of
-    its own, and repeat one where any of them records a sequence."""
+class LiveFSDP(LiveReplicas):
+    """A model after `fully_shard`."""
 
     recorded = ("fsdp", RecordedFSDP)
 
     def __init__(self, model: Any, *, temperature: float, weights: bool) -> None:
         super().__init__(model, temperature=temperature, weights=weights)
-        self.ranks, self._compute, self._mixed = _sharding(model)
-        self.replica = self.place = self.ranks.rank
+        ranks, self._compute, self._mixed = _sharding(model)
+        self.among(ranks)
 
     def _dtype(self) -> str:
         return str(self._compute).removeprefix("torch.")
@@ -40,14 +32,6 @@ class LiveFSDP(LiveHF):
         recomputes = bool(self.model.is_gradient_checkpointing)
         own = {"dp": self.ranks.world, "mixed": self._mixed, "checkpointing": recomputes}
         return options | own
-
-    def keys_of_all(self, keys: list[Key]) -> list[list[Key]]:
-        return of_all(self.ranks, keys)
-
-    def taps(self, tap: PassWriter, chosen: Sequence[Chosen], input: ForwardInput) -> Hooks:
-        for each in chosen:
-            tap.computes(self.ranks.rank, each.number, range(len(each.segment.ids)))
-        return super().taps(tap, chosen, input)
 
 
 def _sharding(model: Any) -> tuple[Ranks, torch.dtype, bool]:

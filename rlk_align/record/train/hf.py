@@ -11,6 +11,7 @@ import torch
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.site_hooks import LiveRows
+from rlk_align.engines.hf.experts import sparse_blocks
 from rlk_align.engines.hf.taps import HFTaps
 from rlk_align.engines.info import OptionValue
 from rlk_align.engines.spec import EngineSpec
@@ -77,6 +78,8 @@ class LiveHF(Live):
             "attn": str(self.model.config._attn_implementation),
             "dtype": self._dtype(),
         }
+        if any(sparse_blocks(self.model)):
+            options["experts"] = str(self.model.config._experts_implementation)
         if self._temperature != 1.0:
             options["temperature"] = self._temperature
         return options

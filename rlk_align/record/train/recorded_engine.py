@@ -2,11 +2,13 @@
 its adapter as they gather them."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rlk_align.engines.common.lora import record_adapter
 from rlk_align.engines.common.parameters import LiveParameter
+from rlk_align.engines.deepspeed.engine import DeepSpeedEngine
 from rlk_align.engines.hf.engine import HFEngine
 from rlk_align.engines.hf.fsdp import FSDPEngine
 from rlk_align.record.train.adapter import ActiveAdapter, write_adapter
@@ -36,7 +38,11 @@ class RecordedHF(HFEngine):
     def adapters(self) -> list[LoraRecord | None]:
         if self.active is None:
             return []
-        live = list(self.live_adapter(self.active.name))
+        # Copies, because ranks may share these factors again as soon as the next ones are gathered.
+        live = [
+            replace(each, a=each.a.clone(), b=each.b.clone())
+            for each in self.live_adapter(self.active.name)
+        ]
         if self.ranks.rank:
             return []
         write_adapter(self.adapter_folder, self.active, live, self.shape.family.modules)
@@ -48,3 +54,7 @@ class RecordedHF(HFEngine):
 
 class RecordedFSDP(RecordedHF, FSDPEngine):
     """One that FSDP2 shards."""
+
+
+class RecordedDeepSpeed(RecordedHF, DeepSpeedEngine):
+    """One in an engine of DeepSpeed."""

@@ -1,0 +1,84 @@
+"""Jobs with the embedded sparse model and the embedded hybrid model record themselves."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from command import Cli, command_line, require_engine, spec_here
+from pair_models import SPARSE, TRAINED_HYBRID
+from recorded_job import Job, assert_same_rows, figures
+
+pytestmark = [pytest.mark.whole_matrix, pytest.mark.timeout(1800)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and a weight of rank 1 that is stale in its trainer."""
+
+    path: Path
+    stale: str
+    rows: str
+
+
+CASES = {
+    "sparse": Case(SPARSE, "layers.1.experts.4.up_proj", "rows 0-159"),
+    "hybrid": Case(TRAINED_HYBRID, "layers.1.up_proj", "rows 224-447"),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    require_engine("vllm")
+    folder = tmp_path_factory.mktemp(request.param)
+    made = Job(folder, count=4, model=CASES[request.param].path)
+    made.record_rollout()
+    return made
+
+
+@pytest.fixture
+def case(job: Job) -> Case:
+    return next(case for case in CASES.values() if str(case.path) == job.model)
+
+
+@pytest.fixture
+def cli_of_job(job: Job) -> Cli:
+    return command_line(job.folder)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine"), [("hf", "hf:"), ("fsdp2", "fsdp:dp=2,checkpointing=1,")]
+)
+def test_a_recorded_job_gets_the_verdict_of_compare(
+    job: Job, cli_of_job: Cli, trainer: str, engine: str
+) -> None:
+    if trainer == "hf":
+        job.run("train")
+    else:
+        code, said = job.torchrun(2, "fsdp_loop.py", trainer)
+        assert code == 0, said
+    recorded = (
+        job.compare(cli_of_job, steps="0 0", into="compared-hf")
+        if trainer == "hf"
+        else job.compare(cli_of_job, trainer, steps="0 3")
+    )
+    captured = cli_of_job(
+        *("compare", "--model", job.model, "--rollout", spec_here("vllm"), "--no-production"),
+        *("--train", f"{engine}batch=2,padding=right", "--prompts", job.prompts),
+        *("--max-new-tokens", 24, "--run-dir", job.folder / f"captured-{trainer}"),
+    )
+    assert recorded.verdict is not None, recorded.err
+    assert captured.verdict is not None, captured.err
+    assert figures(recorded.verdict) == figures(captured.verdict)
+    assert recorded.verdict.get("routing") == captured.verdict.get("routing")
+    assert_same_rows(job.folder / f"compared-{trainer}", job.folder / f"captured-{trainer}")
+
+
+def test_a_stale_weight_of_a_rank_is_named(job: Job, case: Case, cli_of_job: Cli) -> None:
+    code, said = job.torchrun(2, "fsdp_loop.py", "stale", "stale")
+    assert code == 0, said
+    outcome = job.compare(cli_of_job, "stale", steps="0 3")
+    assert outcome.code == 4, outcome.err
+    assert outcome.verdict is not None, outcome.err
+    [mismatch] = outcome.verdict["precheck"]["mismatches"]
+    assert (mismatch["kind"], mismatch["name"]) == ("weights", case.stale)
+    assert f"train rank 1: {case.rows} differ" in mismatch["detail"], mismatch
