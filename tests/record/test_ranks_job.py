@@ -22,7 +22,7 @@ class Trainer:
 
 def megatron(tp: int, pp: int) -> Trainer:
     spec = f"megatron:tp={tp},pp={pp},batch=2,padding=right"
-    return Trainer(tp * pp, "megatron_loop.py", (str(tp), str(pp)), spec)
+    return Trainer(tp * pp, "megatron_loop.py", (str(tp), str(pp), "1"), spec)
 
 
 def fsdp(ranks: int) -> Trainer:
@@ -44,7 +44,7 @@ TRAINERS = {
     "pp2": megatron(1, 2),
     "tp2pp2": megatron(2, 2),
     # The engine of `compare` has no data-parallel ranks without experts.
-    "dp2": Trainer(2, "megatron_loop.py", ("1", "1"), ""),
+    "dp2": Trainer(2, "megatron_loop.py", ("1", "1", "1"), ""),
 }
 
 

@@ -86,6 +86,10 @@ class Live(ABC):
     place: int = 0
     """The place of this rank in `keys_of_all`."""
 
+    taps_together: bool = False
+    """Whether those ranks have to tap a forward together, also one with no chosen sequence of its
+    own."""
+
     def unexposed(self, taps: Hooks) -> dict[str, str]:
         """Sites that a forward with these taps did not expose -> the reason."""
         return {}

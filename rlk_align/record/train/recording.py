@@ -63,8 +63,7 @@ class Recording:
                 own.remove(key)
                 self._here.append(self._chosen(key, segment, length))
         self._input = found if new else None
-        if self._here:
-            self._taps = self._tapped("prefill")
+        self._taps = self._tapped("prefill")
 
     def _key(self, segment: Segment) -> list[tuple[Key, int]]:
         """The key of a sequence and the length of its prompt; empty if it continues no prompt."""
@@ -91,9 +90,10 @@ class Recording:
         self._samples.append(Sample(sequence_name(ids), ids[:length], ids[length:]))
         return Chosen(number, length, segment)
 
-    def _tapped(self, name: str) -> Hooks:
-        """Installs taps on the rows of the next forward."""
-        assert self._input is not None
+    def _tapped(self, name: str) -> Hooks | None:
+        """Installs taps on the rows of the next forward, if this rank has to tap it."""
+        if self._input is None or not (self._here or self._live.taps_together):
+            return None
         return self._live.taps(self._writers[name], self._here, self._input)
 
     def _after(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -113,11 +113,12 @@ class Recording:
                 untapped = model(*args, **kwargs)
                 self._log("prefill.untapped", untapped)
                 self._log_passed_on("prefill.untapped", untapped)
-                taps = self._tapped("prefill.repeat") if self._here else Hooks()
+                taps = self._tapped("prefill.repeat")
                 try:
                     self._log("prefill.repeat", model(*args, **kwargs))
                 finally:
-                    taps.close()
+                    if taps is not None:
+                        taps.close()
         finally:
             self._repeating = False
 
