@@ -45,26 +45,43 @@ def cli_of_job(job: Job) -> Cli:
     return command_line(job.folder)
 
 
-@pytest.mark.parametrize(
-    ("trainer", "engine"), [("hf", "hf:"), ("fsdp2", "fsdp:dp=2,checkpointing=1,")]
-)
-def test_a_recorded_job_gets_the_verdict_of_compare(
-    job: Job, cli_of_job: Cli, trainer: str, engine: str
-) -> None:
-    if trainer == "hf":
+TRAINERS = {
+    # The ranks, the loop with its words, and the engine of `compare` that computes the same.
+    "hf": (1, "", (), "hf:batch=2,padding=right"),
+    "fsdp2": (2, "fsdp_loop.py", (), "fsdp:dp=2,checkpointing=1,batch=2,padding=right"),
+    "ep2": (2, "megatron_loop.py", ("1", "1", "2"), "megatron:ep=2,batch=2,padding=right"),
+}
+
+
+def record(job: Job, trainer: str, fault: str = "") -> str:
+    """The steps of the rollout and of the trainer whose folder is `trainer` and the fault."""
+    ranks, loop, words, _ = TRAINERS[trainer]
+    if not loop:
         job.run("train")
-    else:
-        code, said = job.torchrun(2, "fsdp_loop.py", trainer)
-        assert code == 0, said
-    recorded = (
-        job.compare(cli_of_job, steps="0 0", into="compared-hf")
-        if trainer == "hf"
-        else job.compare(cli_of_job, trainer, steps="0 3")
-    )
+        (job.folder / "train").rename(job.folder / trainer)
+        return "0 0"
+    code, said = job.torchrun(ranks, loop, trainer + fault, *words, *filter(None, [fault]))
+    assert code == 0, said
+    return "0 3"
+
+
+def skip_what_megatron_lacks(trainer: str, case: Case) -> None:
+    if trainer == "ep2":
+        require_engine("megatron")
+        if case.path != SPARSE:
+            pytest.skip("a model without experts")
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_recorded_job_gets_the_verdict_of_compare(
+    job: Job, case: Case, cli_of_job: Cli, trainer: str
+) -> None:
+    skip_what_megatron_lacks(trainer, case)
+    recorded = job.compare(cli_of_job, trainer, steps=record(job, trainer))
     captured = cli_of_job(
         *("compare", "--model", job.model, "--rollout", spec_here("vllm"), "--no-production"),
-        *("--train", f"{engine}batch=2,padding=right", "--prompts", job.prompts),
-        *("--max-new-tokens", 24, "--run-dir", job.folder / f"captured-{trainer}"),
+        *("--train", TRAINERS[trainer][3], "--prompts", job.prompts, "--max-new-tokens", 24),
+        *("--run-dir", job.folder / f"captured-{trainer}"),
     )
     assert recorded.verdict is not None, recorded.err
     assert captured.verdict is not None, captured.err
@@ -73,10 +90,12 @@ def test_a_recorded_job_gets_the_verdict_of_compare(
     assert_same_rows(job.folder / f"compared-{trainer}", job.folder / f"captured-{trainer}")
 
 
-def test_a_stale_weight_of_a_rank_is_named(job: Job, case: Case, cli_of_job: Cli) -> None:
-    code, said = job.torchrun(2, "fsdp_loop.py", "stale", "stale")
-    assert code == 0, said
-    outcome = job.compare(cli_of_job, "stale", steps="0 3")
+@pytest.mark.parametrize("trainer", ["fsdp2", "ep2"])
+def test_a_stale_weight_of_a_rank_is_named(
+    job: Job, case: Case, cli_of_job: Cli, trainer: str
+) -> None:
+    skip_what_megatron_lacks(trainer, case)
+    outcome = job.compare(cli_of_job, f"{trainer}stale", steps=record(job, trainer, "stale"))
     assert outcome.code == 4, outcome.err
     assert outcome.verdict is not None, outcome.err
     [mismatch] = outcome.verdict["precheck"]["mismatches"]

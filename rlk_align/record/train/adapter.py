@@ -55,12 +55,12 @@ def active_adapter(model: Any) -> ActiveAdapter | None:
     found = {(x.r[n], x.lora_alpha[n], x.use_rslora[n]) for x in adapted for n in _active(x)}
     scales = {x.scaling[n] for x in adapted for n in _active(x)}
     refused = {
+        "DoRA, or another variant of LoRA": any(layer.lora_variant for layer in layers),
         f"PEFT's {', '.join(others)}": bool(others),
         "an adapter that is merged into the weights of PEFT's layers": any(
             layer.merged for layer in layers
         ),
         f"several active adapters ({', '.join(names)})": len(names) > 1,
-        "DoRA, or another variant of LoRA": any(layer.lora_variant for layer in layers),
         "an adapter with biases": any(any(layer.lora_bias.values()) for layer in layers),
         "an adapter of the embedding": any(len(layer.lora_embedding_A) for layer in layers),
         "an adapter of several ranks or scales": len(found) > 1 or len(scales) > 1,
