@@ -35,16 +35,17 @@ class LiveDeepSpeed(LiveReplicas):
 
     def _options(self) -> dict[str, OptionValue]:
         recomputes = bool(self.model.is_gradient_checkpointing)
+        options = super()._options()
         own = {"dp": self.ranks.world, "stage": str(self._stage), "checkpointing": recomputes}
-        return super()._options() | own
+        return options | own
 
 
 def _check(engine: Any) -> None:
     """Raises BadOption for an engine that is not recorded."""
-    parallel = engine.mpu is not None
+    kind = type(engine).__name__
     refused = {
-        f"{type(engine).__name__}": type(engine).__name__ != "DeepSpeedEngine",
-        "a model that ranks share by an mpu": parallel,
+        kind: kind != "DeepSpeedEngine",
+        "a model that ranks share (AutoTP, or an mpu)": engine.mpu is not None,
         "torch_autocast": bool(engine.torch_autocast_enabled()),
         "fp16": bool(engine.fp16_enabled()),
         "zero_quantized_weights": bool(engine.zero_quantized_weights()),
