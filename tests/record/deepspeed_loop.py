@@ -43,11 +43,12 @@ optimizer = torch.optim.SGD(trained, lr=0.0)  # the weights stay those of the ro
 engine, *_ = deepspeed.initialize(
     model=trainer, optimizer=optimizer, config=settings, dist_init_required=False
 )
-if fault == "stale" and rank == 1:
-    trainer.model.layers[1].mlp.up_proj.weight.data.mul_(1.03125)
 recorder = record.trainer(engine, str(folder / name), every=3)
 mine = [p + r for p, r in json.loads((folder / "ids.json").read_text())][rank::world]
 for step in range(1, 4):
+    if step == 3 and fault == "stale" and rank == 1:
+        # The optimizer has not written over the copy of this rank since.
+        trainer.model.layers[1].mlp.up_proj.weight.data.mul_(1.03125)
     with recorder.step(step, json.loads(Path(prompts).read_text())):
         for start in range(0, len(mine), 2):
             batch = [torch.tensor(ids) for ids in mine[start : start + 2]]

@@ -120,7 +120,7 @@ UP = "layers.1.up_proj"
         ("fsdp2", "theta", "attributes", "rope_theta", "40000.0"),
         ("fsdp2", "theta-on-1", "attributes", "rope_theta", "40000.0 on rank 1"),
         ("fsdp2", "dropout", "attributes", "dropout", "0.1 in model.layers.0.self_attn"),
-        ("zero1", "stale", "weights", UP, "train rank 1"),
+        ("zero1", "stale", "weights", UP, "train: rank 1 has another copy than rank 0"),
         ("zero3", "theta-on-1", "attributes", "rope_theta", "40000.0 on rank 1"),
         ("zero3", "dropout", "attributes", "dropout", "0.1 in model.layers.0.self_attn"),
         ("tp2", "stale", "weights", UP, "train rank 1: rows 256-511 differ"),

@@ -156,6 +156,7 @@ class _Layer:
             hooks.on_output(expert.linear_fc1, lambda out: self._first.append(out[0]))
         hooks.after(mlp.experts, self._computed)
 
+    @torch.no_grad()
     def _chosen(self, router: Any, _inputs: Any, output: Any) -> None:
         weights_TE, sent_TE = output
         self._sent, self._k = sent_TE, router.topk
@@ -177,6 +178,7 @@ class _Layer:
         self._show(f"{self._name}.experts", ids)
         self._show(f"{self._name}.routing_weights", weights)
 
+    @torch.no_grad()
     def _computed(self, *_: Any) -> None:
         rows, self._first = torch.cat(self._first), []
         rows, token, expert = own_rows(rows, self._sent, self._ranks)
