@@ -35,9 +35,8 @@ class LiveDeepSpeed(LiveReplicas):
 
     def _options(self) -> dict[str, OptionValue]:
         recomputes = bool(self.model.is_gradient_checkpointing)
-        options = super()._options()
-        own = {"dp": self.ranks.world, "stage": str(self._stage), "checkpointing": recomputes}
-        return options | own
+        own: dict[str, OptionValue] = {"dp": self.ranks.world, "stage": str(self._stage)}
+        return super()._options() | own | {"checkpointing": recomputes}
 
 
 def _check(engine: Any) -> None:

@@ -135,6 +135,9 @@ class LiveMegatron(Live):
         taps.install()
         return taps
 
+    def unexposed(self, taps: Hooks) -> dict[str, str]:
+        return self.engine.unexposed("prefill")
+
     def see_forwards(self) -> Hooks:
         hooks = Hooks()
         if self.model.post_process:
