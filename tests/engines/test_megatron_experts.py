@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import pytest
 import torch
 from gloo_ranks import on_ranks
 
 from rlk_align.engines.megatron.experts import own_rows
 from rlk_align.engines.process.ranks import Ranks
+
+pytestmark = pytest.mark.whole_matrix
 
 COUNTS = (3, 5)
 """The tokens of each rank."""

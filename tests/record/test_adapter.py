@@ -16,6 +16,7 @@ from rlk_align.record.shared.layout import ADAPTER, step_folder
 from rlk_align.trace.reader import Trace
 from rlk_align.trace.writer import one_thread
 
+pytestmark = pytest.mark.whole_matrix
 peft = pytest.importorskip("peft")
 PROMPT, RESPONSE = [5, 40, 300, 7], [30, 31, 32]
 
