@@ -39,10 +39,11 @@ def trainer(
 ) -> "Recorder":
     """A recorder of the forwards of a live trainer. In a job of several ranks, every rank makes it.
 
-    model: a causal LM of transformers, in one process or after FSDP2's `fully_shard`, or a GPTModel
-    of megatron-core. out: the folder of this side's recording, which all ranks can write to.
-    engine: `hf`, `fsdp`, `megatron`, or `auto`, which sees which of them the model is. checkpoint:
-    for `megatron` the folder of the Hugging Face checkpoint that the model was converted from.
+    model: a causal LM of transformers, in one process or after FSDP2's `fully_shard`, with PEFT's
+    wrapper or without; what `deepspeed.initialize` returned; or a GPTModel of megatron-core.
+    out: the folder of this side's recording, which all ranks can write to. engine: `hf`, `fsdp`,
+    `deepspeed`, `megatron`, or `auto`, which sees which of them the model is. checkpoint: for
+    `megatron` the folder of the Hugging Face checkpoint that the model was converted from.
     sequences: how many sequences of a step are recorded, of all ranks together. every: steps whose
     number is a multiple of it are recorded. temperature: divides the logits, as the trainer does.
     budget: the bytes of values that a step keeps on a rank; digests of all rows are kept beyond it.

@@ -1,6 +1,8 @@
 """A loop of training as a user writes it, for FSDP2, that knows rlk-align by three lines.
 
 torchrun --nproc-per-node N fsdp_loop.py FOLDER MODEL PROMPTS.json NAME [FAULT]
+
+ADAPTER in the environment is the folder of a LoRA adapter that is trained.
 """
 
 import json
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from peft import PeftModel
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -52,20 +55,28 @@ far = fault == "theta" or (fault == "theta-on-1" and rank == 1)
 config.rope_parameters["rope_theta"] *= 4 if far else 1
 trainer = AutoModelForCausalLM.from_pretrained(model, config=config, dtype="float32").train()
 trainer.gradient_checkpointing_enable({"use_reentrant": False})
+layers = trainer.model.layers
+if adapter := os.environ.get("ADAPTER"):
+    trainer = PeftModel.from_pretrained(trainer, adapter, is_trainable=True)
 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-for layer in trainer.model.layers:
+for layer in layers:
     fully_shard(layer, mp_policy=policy)
 fully_shard(trainer, mp_policy=policy)
 if fault == "stale" and rank == 1:
-    trainer.model.layers[1].mlp.up_proj.weight.to_local().data.mul_(1.03125)
-optimizer = torch.optim.SGD(trainer.parameters(), lr=0.0)  # the weights stay those of the rollout
+    if hasattr(layers[1].mlp, "experts"):
+        # Its first expert is the one after those of rank 0; the rows of up_proj follow gate_proj's.
+        layers[1].mlp.experts.gate_up_proj.to_local().data[0].chunk(2)[1].mul_(1.03125)
+    else:
+        layers[1].mlp.up_proj.weight.to_local().data.mul_(1.03125)
+trained = [p for p in trainer.parameters() if p.requires_grad]
+optimizer = torch.optim.SGD(trained, lr=0.0)  # the weights stay those of the rollout
 recorder = record.trainer(trainer, str(folder / name), every=3)
 mine = [p + r for p, r in json.loads((folder / "ids.json").read_text())][rank::world]
 for step in range(0 if fault == "undelivered" else 1, 4):
     if fault == "undelivered" and step == 3:
         # An update that the rollout does not get.
         trainer.reshard()
-        trainer.model.layers[1].mlp.up_proj.weight.to_local().data.mul_(1.03125)
+        layers[1].mlp.up_proj.weight.to_local().data.mul_(1.03125)
     with recorder.step(step, json.loads(Path(prompts).read_text())):
         for start in range(0, len(mine), 2):
             batch = mine[start : start + 2]

@@ -2,17 +2,27 @@
 
 loop.py rollout FOLDER MODEL PROMPTS.json       vLLM samples, with RLK_RECORD in the environment
 loop.py train FOLDER MODEL PROMPTS.json [stale | theta]       a transformers model scores
+
+ADAPTER in the environment is the folder of a LoRA adapter that the part computes with.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
 
 def rollout(folder: Path, model: str, prompts: list[list[int]]) -> None:
     import torch
-    from vllm import LLM, SamplingParams
 
+    from rlk_align.engines.vllm.registered import register_without_torchvision
+
+    register_without_torchvision()  # which this machine may lack
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    settings = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": targets}
     llm = LLM(
         model=model,
         enforce_eager=True,
@@ -20,11 +30,13 @@ def rollout(folder: Path, model: str, prompts: list[list[int]]) -> None:
         enable_prefix_caching=False,
         kv_cache_memory_bytes=100_000_000,
         gpu_memory_utilization=0.01,
+        **(settings if ADAPTER else {}),
     )
     torch.manual_seed(0)
     params = SamplingParams(temperature=1.0, max_tokens=24, logprobs=0, detokenize=False)
     inputs = [{"prompt_token_ids": ids} for ids in prompts]
-    outputs = llm.generate(inputs, params, use_tqdm=False)
+    lora = LoRARequest("policy", 1, ADAPTER) if ADAPTER else None
+    outputs = llm.generate(inputs, params, lora_request=lora, use_tqdm=False)
     ids = [[list(o.prompt_token_ids), list(o.outputs[0].token_ids)] for o in outputs]
     (folder / "ids.json").write_text(json.dumps(ids))
 
@@ -39,6 +51,10 @@ def train(folder: Path, model: str, prompts: list[list[int]], fault: str) -> Non
     if fault == "theta":
         config.rope_parameters["rope_theta"] *= 4
     trainer = AutoModelForCausalLM.from_pretrained(model, config=config, dtype="bfloat16")
+    if ADAPTER:
+        from peft import PeftModel
+
+        trainer = PeftModel.from_pretrained(trainer, ADAPTER)
     if fault == "stale":
         with torch.no_grad():
             trainer.model.layers[1].mlp.up_proj.weight.mul_(1.03125)
@@ -53,6 +69,7 @@ def train(folder: Path, model: str, prompts: list[list[int]], fault: str) -> Non
             trainer(ids, attention_mask=mask, position_ids=positions, use_cache=False)
 
 
+ADAPTER = os.environ.get("ADAPTER", "")
 if __name__ == "__main__":
     part, folder, model, prompts, *fault = sys.argv[1:]
     given = json.loads(Path(prompts).read_text())

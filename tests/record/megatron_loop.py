@@ -1,6 +1,6 @@
 """A loop of training as a user writes it, for megatron-core, that knows rlk-align by three lines.
 
-torchrun --nproc-per-node N megatron_loop.py FOLDER MODEL PROMPTS.json NAME TP PP [FAULT]
+torchrun --nproc-per-node N megatron_loop.py FOLDER MODEL PROMPTS.json NAME TP PP EP [FAULT]
 """
 
 import json
@@ -19,10 +19,9 @@ from weights_for_megatron import load
 from rlk_align import record
 
 
-def padded(batch: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tensors = [torch.tensor(ids) for ids in batch]
-    ids = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
-    real = torch.nn.utils.rnn.pad_sequence([torch.ones_like(t) for t in tensors], True)
+def padded(batch: list[list[int]], length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ids = torch.tensor([tokens + [0] * (length - len(tokens)) for tokens in batch])
+    real = torch.tensor([[1] * len(tokens) + [0] * (length - len(tokens)) for tokens in batch])
     hidden = torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
     return ids, (real.cumsum(1) - 1) * real, hidden
 
@@ -43,8 +42,8 @@ def forward_step(batches, model):  # type: ignore[no-untyped-def]
 
 
 folder, model, prompts = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
-name, tp, pp = sys.argv[4], int(sys.argv[5]), int(sys.argv[6])
-fault = (sys.argv[7:] or [""])[0]
+name, (tp, pp, ep) = sys.argv[4], map(int, sys.argv[5:8])
+fault = (sys.argv[8:] or [""])[0]
 on_cpu()
 dist.init_process_group("gloo")
 
@@ -52,10 +51,23 @@ from megatron.core import parallel_state, pipeline_parallel  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
+from megatron.core.transformer.transformer_block import (  # noqa: E402
+    TransformerBlockSubmodules,
+)
 
-parallel_state.initialize_model_parallel(tp, pp)
+parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
 rank, stage = dist.get_rank(), parallel_state.get_pipeline_model_parallel_rank()
 hf = json.loads((model / "config.json").read_text())
+experts = hf.get("num_local_experts")
+sparse = {
+    "num_moe_experts": experts,
+    "moe_router_topk": hf.get("num_experts_per_tok"),
+    "moe_ffn_hidden_size": hf.get("moe_intermediate_size"),
+    "moe_layer_freq": [int(i not in hf.get("mlp_only_layers", [])) for i in range(4)],
+    "moe_router_load_balancing_type": "none",
+    "expert_model_parallel_size": ep,
+}
 config = TransformerConfig(
     num_layers=hf["num_hidden_layers"],
     hidden_size=hf["hidden_size"],
@@ -83,10 +95,17 @@ config = TransformerConfig(
     recompute_granularity="full",
     recompute_method="uniform",
     recompute_num_layers=1,
+    **(sparse if experts else {}),
 )
+layer = {"qk_layernorm": True, "normalization": "RMSNorm"}
+spec = get_gpt_layer_local_spec(**layer)
+if experts:
+    of_experts = get_gpt_layer_local_spec(num_experts=experts, **layer)
+    specs = [of_experts if kind else spec for kind in config.moe_layer_freq]
+    spec = TransformerBlockSubmodules(layer_specs=specs, layer_norm=WrappedTorchNorm)
 trainer = GPTModel(
     config=config,
-    transformer_layer_spec=get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
+    transformer_layer_spec=spec,
     vocab_size=hf["vocab_size"],
     max_sequence_length=hf["max_position_embeddings"],
     position_embedding_type="rope",
@@ -98,7 +117,9 @@ trainer = GPTModel(
 load(trainer, model, tp, stage * config.num_layers // pp)
 if fault == "stale" and rank == 1:
     # The rows of up_proj follow those of gate_proj.
-    trainer.decoder.layers[1].mlp.linear_fc1.weight.data.chunk(2)[1].mul_(1.03125)
+    mlp = trainer.decoder.layers[1].mlp
+    stale = mlp.experts.local_experts[0] if experts else mlp
+    stale.linear_fc1.weight.data.chunk(2)[1].mul_(1.03125)
 optimizer = torch.optim.SGD(trainer.parameters(), lr=0.0)  # the weights stay those of the rollout
 recorder = record.trainer(trainer, str(folder / name), every=3, checkpoint=str(model))
 replica, replicas = (
@@ -106,11 +127,17 @@ replica, replicas = (
     parallel_state.get_data_parallel_world_size(),
 )
 every = [p + r for p, r in json.loads((folder / "ids.json").read_text())]
-sequences = every[replica::replicas]
 for step in range(1, 4):
-    groups = [sequences[at : at + 2] for at in range(0, len(sequences), 2)]
-    pack = fault in ("packed", "mask")
-    batches = [packed(g, int(fault == "mask")) if pack else padded(g) for g in groups]
+    # A micro-batch has two sequences of each replica, which all have one length.
+    groups = [every[at : at + 2 * replicas] for at in range(0, len(every), 2 * replicas)]
+    lengths = [max(map(len, group)) for group in groups]
+    mine = [group[replica::replicas] for group in groups]
+    batches = [
+        packed(group, int(fault == "mask"))
+        if fault in ("packed", "mask")
+        else padded(group, length)
+        for group, length in zip(mine, lengths, strict=True)
+    ]
     with recorder.step(step, json.loads(prompts.read_text())):
         pipeline_parallel.get_forward_backward_func()(
             forward_step_func=forward_step,

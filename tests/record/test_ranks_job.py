@@ -22,7 +22,7 @@ class Trainer:
 
 def megatron(tp: int, pp: int) -> Trainer:
     spec = f"megatron:tp={tp},pp={pp},batch=2,padding=right"
-    return Trainer(tp * pp, "megatron_loop.py", (str(tp), str(pp)), spec)
+    return Trainer(tp * pp, "megatron_loop.py", (str(tp), str(pp), "1"), spec)
 
 
 def fsdp(ranks: int) -> Trainer:
@@ -30,14 +30,21 @@ def fsdp(ranks: int) -> Trainer:
     return Trainer(ranks, "fsdp_loop.py", (), spec)
 
 
+def zero(stage: int) -> Trainer:
+    spec = f"deepspeed:dp=2,stage={stage},batch=2,padding=right,checkpointing=1"
+    return Trainer(2, "deepspeed_loop.py", (str(stage),), spec)
+
+
 TRAINERS = {
     "fsdp2": fsdp(2),
     "fsdp4": fsdp(4),
+    "zero1": zero(1),
+    "zero3": zero(3),
     "tp2": megatron(2, 1),
     "pp2": megatron(1, 2),
     "tp2pp2": megatron(2, 2),
     # The engine of `compare` has no data-parallel ranks without experts.
-    "dp2": Trainer(2, "megatron_loop.py", ("1", "1"), ""),
+    "dp2": Trainer(2, "megatron_loop.py", ("1", "1", "1"), ""),
 }
 
 
@@ -48,6 +55,7 @@ pytestmark = pytest.mark.whole_matrix
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     require_engine("vllm")
     require_engine("megatron")
+    require_engine("deepspeed")
     made = Job(tmp_path_factory.mktemp("job"), count=6)
     made.record_rollout()
     return made
@@ -112,6 +120,9 @@ UP = "layers.1.up_proj"
         ("fsdp2", "theta", "attributes", "rope_theta", "40000.0"),
         ("fsdp2", "theta-on-1", "attributes", "rope_theta", "40000.0 on rank 1"),
         ("fsdp2", "dropout", "attributes", "dropout", "0.1 in model.layers.0.self_attn"),
+        ("zero1", "stale", "weights", UP, "train: rank 1 has another copy than rank 0"),
+        ("zero3", "theta-on-1", "attributes", "rope_theta", "40000.0 on rank 1"),
+        ("zero3", "dropout", "attributes", "dropout", "0.1 in model.layers.0.self_attn"),
         ("tp2", "stale", "weights", UP, "train rank 1: rows 256-511 differ"),
         ("tp2pp2", "stale", "weights", UP, "train rank 1: rows 256-511 differ"),
         ("pp2", "stale", "weights", "layers.3.up_proj", "train rank 1: rows 0-511 differ"),

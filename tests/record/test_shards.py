@@ -102,12 +102,10 @@ def test_the_side_with_an_old_value_is_named() -> None:
 
 def test_an_engine_that_is_not_the_models_is_refused() -> None:
     model = torch.nn.Linear(1, 1)
-    for engine, said in (("deepspeed", "'deepspeed' is not recorded"), ("fsdp", "one of 'hf'")):
+    for engine, said in (("sglang", "'sglang' is not recorded"), ("fsdp", "one of 'hf'")):
         with pytest.raises(BadOption, match=said):
             live_model(model, engine, None, temperature=1.0, weights=False)
 
-    class DeepSpeedEngine(torch.nn.Module):
-        """Only the name of its class is read."""
-
-    with pytest.raises(BadOption, match="DeepSpeed is not recorded"):
-        live_model(DeepSpeedEngine(), "auto", None, temperature=1.0, weights=False)
+    model.weight.ds_id = 0  # as ZeRO marks what it shards
+    with pytest.raises(BadOption, match="without its engine, is not recorded"):
+        live_model(model, "auto", None, temperature=1.0, weights=False)

@@ -189,7 +189,7 @@ def test_what_is_refused(recorder: Recorder, model: Any, tmp_path: Path) -> None
     with pytest.raises(ToolError, match="another process records"):
         record.trainer(model, str(tmp_path / "train"))
     for settings, said in (
-        ({"engine": "deepspeed"}, "'deepspeed' is not recorded"),
+        ({"engine": "sglang"}, "'sglang' is not recorded"),
         ({"engine": "megatron"}, "the model is one of 'hf'"),
         ({"every": 0}, "every=0"),
         ({"sequences": 0}, "sequences=0"),

@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 
-from rlk_align.engines.megatron.cpu import cpu_stand_ins
+from rlk_align.engines.megatron.cpu import cpu_stand_ins, expert_stand_ins
 
 
 def on_cpu() -> None:
     """Replaces the CUDA functions that its models and its schedules call."""
     _kept.enter_context(cpu_stand_ins())
+    _kept.enter_context(expert_stand_ins(on_cpu=True))
     from megatron.core.tensor_parallel import random
 
     zeros: Any = torch.zeros

@@ -33,8 +33,9 @@ def installed_plugin(folder: Path) -> Path:
 class Job:
     """A recorded job, whose sides are compared."""
 
-    def __init__(self, folder: Path, count: int) -> None:
-        self.folder, self.model = folder, str(data_path("model"))
+    def __init__(self, folder: Path, count: int, model: Path | None = None) -> None:
+        """`model`: by default the embedded one, whose tokenizer all fixtures have."""
+        self.folder, self.model = folder, str(model or data_path("model"))
         lines = data_path("prompts.jsonl").read_text(encoding="utf-8").splitlines()
         texts = folder / "texts.jsonl"
         texts.write_text("\n".join(sorted(lines, key=len)[6 : 6 + count]) + "\n", encoding="utf-8")
@@ -49,13 +50,15 @@ class Job:
         words = [str(LOOPS / "loop.py"), part, str(self.folder), self.model, str(self.ids), *fault]
         return said_by(None, words, ENVIRONMENT | environment, timeout=500)
 
-    def torchrun(self, ranks: int, loop: str, name: str, *words: str) -> tuple[int, str]:
+    def torchrun(
+        self, ranks: int, loop: str, name: str, *words: str, **more: str
+    ) -> tuple[int, str]:
         """The exit code and the words of a loop that torchrun starts in so many ranks. `name`: the
-        folder of its recording."""
+        folder of its recording; `more`: of the environment."""
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         given = [str(self.folder), self.model, str(self.ids), name, *words]
         path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | more
         command = [*launch, str(LOOPS / loop), *given]
         code, out, err = ended(None, command, environment, timeout=500)
         return code, out + err
@@ -71,10 +74,11 @@ class Job:
         run = self.folder / (into or f"compared-{name}")
         return cli("compare", *sides, "--run-dir", run, *options)
 
-    def record_rollout(self) -> None:
+    def record_rollout(self, **environment: str) -> None:
         folder = str(installed_plugin(self.folder / "plugin"))
         path = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
-        self.run("rollout", RLK_RECORD=str(self.folder / "rollout"), PYTHONPATH=path)
+        rollout = str(self.folder / "rollout")
+        self.run("rollout", RLK_RECORD=rollout, PYTHONPATH=path, **environment)
 
 
 def figures(verdict: dict[str, Any]) -> dict[str, Any]:

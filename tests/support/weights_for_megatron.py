@@ -1,4 +1,5 @@
-"""Loads a checkpoint of Qwen3 into a GPTModel of megatron-core, or a rank's part of it."""
+"""Loads a checkpoint of Qwen3, dense or sparse, into a GPTModel of megatron-core, or into a rank's
+part of it."""
 
 import json
 from pathlib import Path
@@ -14,6 +15,7 @@ def load(model: Any, folder: Path, tp: int, first: int) -> None:
     from megatron.core import parallel_state
 
     rank = parallel_state.get_tensor_model_parallel_rank()
+    of_experts = parallel_state.get_expert_model_parallel_rank()
     tensors = load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
 
@@ -28,9 +30,15 @@ def load(model: Any, folder: Path, tp: int, first: int) -> None:
         groups = [x.unflatten(0, (config["num_key_value_heads"], -1)) for x in qkv]
         attention.linear_qkv.weight.copy_(torch.cat(groups, 1).flatten(0, 1).chunk(tp)[rank])
         attention.linear_proj.weight.copy_(part(f"{here}.self_attn.o_proj", 1))
-        gate, up = (part(f"{here}.mlp.{x}_proj") for x in ("gate", "up"))
-        mlp.linear_fc1.weight.copy_(torch.cat([gate, up]))
-        mlp.linear_fc2.weight.copy_(part(f"{here}.mlp.down_proj", 1))
+        mlps = {f"{here}.mlp": mlp}
+        if hasattr(mlp, "router"):
+            mlp.router.weight.copy_(tensors[f"{here}.mlp.gate.weight"])
+            own = mlp.experts.local_experts
+            mlps = {f"{here}.mlp.experts.{len(own) * of_experts + e}": x for e, x in enumerate(own)}
+        for path, each in mlps.items():
+            gate, up = (part(f"{path}.{x}_proj") for x in ("gate", "up"))
+            each.linear_fc1.weight.copy_(torch.cat([gate, up]))
+            each.linear_fc2.weight.copy_(part(f"{path}.down_proj", 1))
         for module, name in (
             (attention.q_layernorm, "self_attn.q_norm"),
             (attention.k_layernorm, "self_attn.k_norm"),

@@ -45,10 +45,15 @@ class LiveRows:
         return cls(at, rows.sample[recorded], rows.position[recorded], rows.cells)
 
     def part(self, at: slice) -> "LiveRows":
-        """The rows of a tensor that has these rows of packed ones, of which none are padding."""
-        assert self.index is None
-        sample, position = self.sample[at], self.position[at]
-        return LiveRows(None, sample, position, len(sample))
+        """Those in a tensor that has these of the packed rows, none of which are padding."""
+        if self.index is None:
+            sample, position = self.sample[at], self.position[at]
+            return LiveRows(None, sample, position, len(sample))
+        index = self.index - at.start
+        within = (index >= 0) & (index < at.stop - at.start)
+        kept = within.cpu().numpy()
+        cells = at.stop - at.start
+        return LiveRows(index[within], self.sample[kept], self.position[kept], cells)
 
     def read(self, value: torch.Tensor) -> torch.Tensor:
         """`[N, F]`: these rows, with all features of a row in one dimension."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, record_parameter
+from rlk_align.engines.common.parameters import LiveParameter
 from rlk_align.engines.common.weights import unfused
 from rlk_align.engines.hf.engine import HFEngine
 from rlk_align.engines.hf.experts import corrections, expert_weights
@@ -23,9 +23,12 @@ class DeepSpeedEngine(FSDPEngine):
     r, r + N, ...
     """
 
+    package: Any
+    """The module `deepspeed`."""
+
     def open(self) -> None:
         self.device = self.ranks.device
-        self._deepspeed = import_deepspeed(self.ranks)
+        self.package = import_deepspeed(self.ranks)
         config = self._config()
         # transformers reads it for as long as it lives.
         keep = _partitioning(config) if self.spec.option("zero_init") else None
@@ -34,7 +37,7 @@ class DeepSpeedEngine(FSDPEngine):
         if self.spec.option("checkpointing"):
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.train()
-        self.engine, *_ = self._deepspeed.initialize(
+        self.engine, *_ = self.package.initialize(
             model=model,
             optimizer=torch.optim.AdamW(p for p in model.parameters() if p.requires_grad),
             config=config,
@@ -73,40 +76,40 @@ class DeepSpeedEngine(FSDPEngine):
 
     def version(self) -> str:
         other = HFEngine.version(self)
-        return f"{self._deepspeed.__version__}, torch {torch.__version__}, transformers {other}"
+        return f"{self.package.__version__}, torch {torch.__version__}, transformers {other}"
 
     def attributes(self) -> dict[str, Any]:
         with self.gathered([self.model.model.embed_tokens.weight]):
             return super().attributes()
 
-    def weights(self) -> Iterator[ParameterRecord]:
+    def whole_parameters(self) -> Iterator[LiveParameter]:
         for place in self.places():
             module = self.model.get_submodule(place.holder)
             # PEFT's layers hold the linear that they wrap.
             wraps = hasattr(module, "lora_A")
             with self.gathered(module.parameters(recurse=wraps)):
                 for name, value in unfused(self.model, [place]):
-                    yield from self._recorded(name, value)
+                    yield from self._of_ranks(name, value)
         for name, value in expert_weights(self.model, self.gathered):
-            yield from self._recorded(name, value)
+            yield from self._of_ranks(name, value)
         for name, value in corrections(self.model, self.gathered):
-            yield from self._recorded(name, value, cast=False)
+            yield from self._of_ranks(name, value, cast=False)
 
-    def _recorded(
+    def _of_ranks(
         self, name: str, value: torch.Tensor, cast: bool = True
-    ) -> Iterator[ParameterRecord]:
+    ) -> Iterator[LiveParameter]:
         """What is multiplied, and below stage 3, where each rank keeps all of it, every copy."""
         if cast:
             value = value.to(getattr(torch, self.compute_dtype))
         # Stage 3 shares slices of flat parameters, which are not slices of rows or columns.
         copies = [value] if self.shards_parameters else gather(value, self.ranks)
         if copies is not None and self.ranks.rank == 0:
-            yield record_parameter(LiveParameter(name, copies[0], replicas=tuple(copies[1:])))
+            yield LiveParameter(name, copies[0], replicas=tuple(copies[1:]))
 
     def gathered(
         self, parameters: Iterable[torch.Tensor], written: bool = False
     ) -> AbstractContextManager[None]:
-        return self._deepspeed.zero.GatheredParameters(
+        return self.package.zero.GatheredParameters(
             list(parameters), modifier_rank=0 if written else None, enabled=self.shards_parameters
         )
 

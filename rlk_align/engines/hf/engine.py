@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from rlk_align.engines.common.rows import ForwardRows, padded_grid
 from rlk_align.engines.common.site_hooks import ForwardHooks
 from rlk_align.engines.common.transformers_rope import rotary_embeddings
 from rlk_align.engines.common.user_patch import apply_patch
+from rlk_align.engines.common.weights import unfused
 from rlk_align.engines.forward_engine import ForwardEngine
 from rlk_align.engines.hf.delta_net import delta_attributes
 from rlk_align.engines.hf.experts import (
@@ -153,9 +155,14 @@ class HFEngine(ForwardEngine):
         return {"quantization_config": settings}
 
     def weights(self) -> Iterator[ParameterRecord]:
-        yield from super().weights()
-        for name, value in (*expert_weights(self.model), *corrections(self.model)):
-            yield record_parameter(LiveParameter(name, value))
+        return map(record_parameter, self.whole_parameters())
+
+    def whole_parameters(self) -> Iterator[LiveParameter]:
+        """Every canonical parameter, one at a time, as the engine computes with it. All ranks call
+        this, and rank 0 alone yields."""
+        own = unfused(self.model, self.places())
+        for name, value in chain(own, expert_weights(self.model), corrections(self.model)):
+            yield LiveParameter(name, value)
 
     @property
     def _lora(self) -> list[str | None]:

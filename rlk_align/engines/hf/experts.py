@@ -164,6 +164,8 @@ def replace_choice(hooks: Hooks, block: Any, choose: Choose) -> None:
     hooks.replace(router, "forward", forward)
 
 
+# Without gradients, because a checkpoint of activations counts the tensors that a forward saves.
+@torch.no_grad()
 def _show_choice(show: Show, layer: int, _module: Any, _inputs: Any, output: Any) -> None:
     _, weights, chosen = routing(output)
     ids, weights = by_ascending_id(chosen, weights)
@@ -192,11 +194,12 @@ class _RunningExperts:
             out = product(x, *args, **kwargs)
             if self._layer is not None:
                 # transformers may write to the output afterwards.
-                self._products.append((x, out.clone()))
+                self._products.append((x.detach(), out.detach().clone()))
             return out
 
         return observed
 
+    @torch.no_grad()
     def end(self, *_: Any) -> None:
         name, self._layer = f"layers.{self._layer}", None
         token, expert = self._order()

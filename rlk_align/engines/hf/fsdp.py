@@ -11,16 +11,12 @@ from rlk_align.engines.base import Engine, Logprobs, SamplesDone
 from rlk_align.engines.common.edits import Editor
 from rlk_align.engines.common.intervention import Intervention
 from rlk_align.engines.common.lora import LiveLora
-from rlk_align.engines.common.parameters import (
-    LiveParameter,
-    ParameterRecord,
-    even_shards,
-    record_parameter,
-)
+from rlk_align.engines.common.parameters import LiveParameter, Shard, even_shards
 from rlk_align.engines.common.weights import unfused
 from rlk_align.engines.hf.engine import HFEngine
 from rlk_align.engines.hf.experts import corrections, expert_weights
 from rlk_align.engines.hf.lora import NAME
+from rlk_align.model.checkpoint import EXPERT
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.trace.writer import PassWriter
 
@@ -65,12 +61,7 @@ class FSDPEngine(HFEngine):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def weights(self) -> Iterator[ParameterRecord]:
-        return map(record_parameter, self.whole_parameters())
-
     def whole_parameters(self) -> Iterator[LiveParameter]:
-        """Every canonical parameter, one at a time, as the engine computes with it. All ranks call
-        this, and rank 0 alone yields."""
         compute = getattr(torch, self.compute_dtype)
         self.reshard()
         for name, weight in unfused(self.model, self.places()):
@@ -88,10 +79,14 @@ class FSDPEngine(HFEngine):
             shards = even_shards(0, [min(share, n) for n in remaining])
             if self.ranks.rank == 0:
                 yield LiveParameter(name, whole, shards)
-        # The ranks share whole experts.
+        # A rank has whole experts.
+        share = -(-self.shape.experts // self.ranks.world)
         for name, whole in expert_weights(self.model):
+            found = EXPERT.fullmatch(name.removesuffix(".bias"))
+            assert found is not None, name
             if self.ranks.rank == 0:
-                yield LiveParameter(name, whole.to(compute))
+                of_rank = Shard(int(found[2]) // share, 0, 0, len(whole))
+                yield LiveParameter(name, whole.to(compute), (of_rank,))
         for name, value in corrections(self.model):
             # A buffer is neither shared nor rounded.
             if isinstance(value, DTensor):

@@ -68,15 +68,18 @@ class MegatronEngine(Engine):
         checkpoint = read_checkpoint(self.model_path, self.shape, self._live_option)
         self._start(settings)
         self.settings, self.grid = settings, Grid.of(self.ranks)
-        share = self.shape.experts // settings.ep
-        held = range(self.grid.ep.rank * share, (self.grid.ep.rank + 1) * share)
-        self.stage = replace(self.stage, experts=held)
+        self.stage = replace(self.stage, experts=self.held_experts())
         self.model = build(self.shape, checkpoint, settings, self.kernels)
         self.find(checkpoint)
         modules = self.shape.family.modules
         own = [p for p in self.plan if self.stage.holds(p.layout.ops[0])]
         load(self.live(), self.model_path, own, self.grid.tp.rank, modules, checkpoint.tied)
         apply_patch(self.spec, self.model)
+
+    def held_experts(self) -> range:
+        """The experts of each sparse layer that this rank has."""
+        share = self.shape.experts // self.grid.ep.world
+        return range(self.grid.ep.rank * share, (self.grid.ep.rank + 1) * share)
 
     def find(self, checkpoint: Checkpoint) -> None:
         """Finds the operators and the parameters of the built model."""

@@ -156,6 +156,7 @@ class _Layer:
             hooks.on_output(expert.linear_fc1, lambda out: self._first.append(out[0]))
         hooks.after(mlp.experts, self._computed)
 
+    @torch.no_grad()
     def _chosen(self, router: Any, _inputs: Any, output: Any) -> None:
         weights_TE, sent_TE = output
         self._sent, self._k = sent_TE, router.topk
@@ -177,6 +178,7 @@ class _Layer:
         self._show(f"{self._name}.experts", ids)
         self._show(f"{self._name}.routing_weights", weights)
 
+    @torch.no_grad()
     def _computed(self, *_: Any) -> None:
         rows, self._first = torch.cat(self._first), []
         rows, token, expert = own_rows(rows, self._sent, self._ranks)
@@ -191,10 +193,16 @@ def own_rows(
 
     `rows`: the rows of this rank's experts, one expert after another, for the tokens of all ranks,
     one rank after another; `sent_TE`: bool, the experts to which each of this rank's tokens goes.
-    Called on all of these ranks, which have equally many tokens.
+    Called on all of these ranks.
     """
-    tokens, share = len(sent_TE), sent_TE.shape[1] // ranks.world
-    every = torch.cat(all_gather(sent_TE.byte(), ranks)).bool()
+    share = sent_TE.shape[1] // ranks.world
+    counts = torch.tensor([len(sent_TE)], device=sent_TE.device)
+    tokens = [int(count) for count in all_gather(counts, ranks)]
+    first = sum(tokens[: ranks.rank])
+    padded = sent_TE.new_zeros(max(tokens), sent_TE.shape[1])
+    padded[: len(sent_TE)] = sent_TE
+    parts = zip(all_gather(padded.byte(), ranks), tokens, strict=True)
+    every = torch.cat([part[:count] for part, count in parts]).bool()
     sent = [
         every[:, r * share : (r + 1) * share].T.nonzero(as_tuple=True) for r in range(ranks.world)
     ]
@@ -205,6 +213,7 @@ def own_rows(
     for r, (of_rank, (expert, token)) in enumerate(
         zip(all_gather(filled, ranks), sent, strict=True)
     ):
-        own = (token // tokens == ranks.rank).nonzero(as_tuple=True)[0]
-        parts_of_ranks.append((of_rank[own], token[own] % tokens, expert[own] + r * share))
+        here = token - first
+        own = ((here >= 0) & (here < len(sent_TE))).nonzero(as_tuple=True)[0]
+        parts_of_ranks.append((of_rank[own], here[own], expert[own] + r * share))
     return tuple(torch.cat(parts) for parts in zip(*parts_of_ranks, strict=True))

@@ -67,16 +67,20 @@ class VLLMEngine(Engine):
     """The hooks of a pass that is observed."""
 
     def attach(self, llm: Any) -> None:
-        """Describes and runs a live LLM of another program, without adapters, instead of one that
-        it opens itself. Its workers need the methods of `worker.WorkerExtension`."""
+        """Describes and runs a live LLM of another program, instead of one that it opens itself.
+        Its workers need the methods of `worker.WorkerExtension`."""
         self.llm, self._passes = llm, 0
-        self._adapters: list[AdapterFile | None] = []
+
+    def lora_requests(self) -> list[Any]:
+        """What names the adapter of each sample in turn in a request, None for none; empty without
+        adapters."""
+        return lora_requests(self._adapters)
 
     def open(self) -> None:
         option = self.spec.option
         self._passes = 0
         lora, config = self.spec.option("lora"), read_config(self.model_path)
-        self._adapters = [
+        self._adapters: list[AdapterFile | None] = [
             None if path is None else fitting_adapter(path, config, self.shape)
             for path in (adapter_paths(lora) if lora is not None else ())
         ]
@@ -144,7 +148,7 @@ class VLLMEngine(Engine):
             self._rpc("rlk_start_heartbeat", self.heartbeats, self.spec.info.waits)
         if self.kernels is not None:
             self.kernels.in_model(self, {})
-        for request in filter(None, lora_requests(self._adapters)):
+        for request in filter(None, self.lora_requests()):
             # Before the first request, so that the manifest has it.
             self.llm.llm_engine.add_lora(request)
         self._rpc("rlk_patch", self.spec)
@@ -174,7 +178,7 @@ class VLLMEngine(Engine):
     def adapters(self) -> list[LoraRecord | None]:
         return [
             request and self._rpc("rlk_adapter", request, request.lora_path, self.shape)
-            for request in lora_requests(self._adapters)
+            for request in self.lora_requests()
         ]
 
     def products(self) -> dict[str, QuantisedProduct]:
@@ -334,7 +338,7 @@ class VLLMEngine(Engine):
         self._passes += 1
         salt = f"rlk-align {self._passes}"
         prompts = [{"prompt_token_ids": list(ids), "cache_salt": salt} for ids in sequences]
-        adapters = lora_requests(self._adapters)
+        adapters = self.lora_requests()
         mixed = [adapters[i % len(adapters)] for i in range(len(prompts))] if adapters else None
         requests = self.llm.enqueue(prompts, params, lora_request=mixed, use_tqdm=False)
         counts = self.production and torch.cuda.is_available()

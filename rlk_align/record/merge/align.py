@@ -10,7 +10,7 @@ from rlk_align.errors import BadOption
 from rlk_align.model.prompts import Prompt, TokenBatch, save_prompts
 from rlk_align.record.merge.history import old_values, read_digests
 from rlk_align.record.merge.recorded import Recorded, about, open_step
-from rlk_align.record.shared.layout import steps_of
+from rlk_align.record.shared.layout import ADAPTER, steps_of
 from rlk_align.results import SideName
 from rlk_align.trace.checksums import CHECKSUMS, add_checksums
 from rlk_align.trace.records import load_record, save_record, writing
@@ -138,6 +138,11 @@ def _write_run(
         "lost": recorded.lost,
         "old_weights": old,
     }
+    if record.adapters:
+        path = str((recorded.about / ADAPTER).resolve())
+        update["adapters"] = [
+            each and each.model_copy(update={"path": path}) for each in record.adapters
+        ]
     if model is not None:
         update["model"] = str(model.resolve())
     save_record(record.model_copy(update=update), trace / "trace.json")

@@ -10,9 +10,10 @@ from rlk_align.errors import BadOption
 from rlk_align.model.prompts import Sample, TokenBatch
 from rlk_align.record.rollout.engine import live_engine
 from rlk_align.record.rollout.settings import Settings
-from rlk_align.record.rollout.window import write_logprobs
+from rlk_align.record.rollout.window import adapter_number, write_logprobs
 from rlk_align.record.rollout.worker import RecordingTaps
 from rlk_align.record.shared.choose import Key, Lowest, lowest_prompts, prefix_hash
+from rlk_align.record.shared.layout import ADAPTER
 from rlk_align.record.shared.shard import SCORED, SideFolder, sequence_name
 from rlk_align.trace.writer import PassWriter
 
@@ -49,10 +50,23 @@ class RolloutRecorder:
                     "RLK_RECORD: requests with n > 1 are not recorded",
                     "give each response a request of its own",
                 )
-            if state.prompt_token_ids is None or state.lora_request is not None:
-                raise BadOption("RLK_RECORD: prompts of embeddings and adapters are not recorded")
+            if state.prompt_token_ids is None:
+                raise BadOption("RLK_RECORD: prompts of embeddings are not recorded")
             waiting[str(name).split("-")[0]] = tuple(state.prompt_token_ids)
         return waiting
+
+    def _adapter(self) -> Any:
+        """The adapter of the waiting requests; None for none. Raises BadOption for several."""
+        states = self._llm.llm_engine.output_processor.request_states.values()
+        by_number = {adapter_number(state): state.lora_request for state in states}
+        if len(by_number) > 1:
+            raise BadOption(
+                "RLK_RECORD: requests with several adapters, or with and without one, in one call "
+                "are not recorded",
+                "give the requests of each adapter a call of their own",
+            )
+        [adapter] = by_number.values()
+        return adapter
 
     def _recorded(self, number: int, run: Callable[[], list[Any]]) -> list[Any]:
         waiting = self._waiting()
@@ -61,6 +75,7 @@ class RolloutRecorder:
         samples = {names[at]: i for i, at in enumerate(chosen)}
         engine = self._engine
         with self._folder.shard(number) as shard:
+            engine.use_adapter(self._adapter(), shard.about / ADAPTER)
             shard.describe(engine, [prompts[at] for at in chosen])
             with shard.writer("decode") as writer:
                 outputs = self._tapped(writer, samples, [prompts[at] for at in chosen], run)

@@ -8,6 +8,7 @@ import numpy as np
 from rlk_align.errors import BadOption, TraceNotWritten
 from rlk_align.record.rollout.engine import RecordedEngine
 from rlk_align.record.rollout.window import Tracked, Window, write_logprobs
+from rlk_align.record.shared.layout import ADAPTER
 from rlk_align.record.shared.shard import SCORED, Shard
 from rlk_align.trace.writer import PassWriter
 
@@ -41,6 +42,7 @@ class Step:
         if tracked is None:
             return False
         if self._decode is None:
+            self._engine.use_adapter(request.lora_request, self._shard.about / ADAPTER)
             self._shard.describe(self._engine, [tracked.prompt])
             self._decode = self._shard.writer("decode")
             self._begin(self._decode, "decode")
@@ -110,24 +112,24 @@ class Step:
             if tapped:
                 self._tap(request, each.number, len(each.prompt) - 1)
         for request, each in self._scored.items():
-            self._enqueue(request, each.ids, salt=f"{OWN}{name}")
+            self._enqueue(request, each, salt=f"{OWN}{name}")
 
-    def _enqueue(self, request: str, ids: tuple[int, ...], salt: str) -> None:
-        """Gives the scheduler a request that scores a sequence. salt: keeps a pass from reusing
-        prefixes that another one left in the cache."""
+    def _enqueue(self, request: str, scored: Tracked, salt: str) -> None:
+        """Gives the scheduler a request that scores the sequence of another one. salt: keeps a pass
+        from reusing prefixes that another one left in the cache."""
         from vllm import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
 
         scoring = EngineCoreRequest(
             request_id=request,
-            prompt_token_ids=list(ids),
+            prompt_token_ids=list(scored.ids),
             mm_features=None,
             sampling_params=SamplingParams(
                 temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False
             ),
             pooling_params=None,
             arrival_time=time.time(),
-            lora_request=None,
+            lora_request=scored.request.lora_request,
             cache_salt=salt,
             data_parallel_rank=None,
         )

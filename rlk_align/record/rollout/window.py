@@ -80,7 +80,7 @@ class Window:
     def offer(self, request: Any) -> Tracked | None:
         """Takes a request of the step. Returns it if it is to be recorded."""
         self.seen += 1
-        if reason := unrecordable(request):
+        if reason := unrecordable(request) or self._other_adapter(request):
             self.unrecorded[reason] += 1
             return None
         prompt = tuple(request.prompt_token_ids)
@@ -89,6 +89,13 @@ class Window:
         tracked = Tracked(len(self.tracked), request, prompt)
         self.tracked[request.request_id] = tracked
         return tracked
+
+    def _other_adapter(self, request: Any) -> str:
+        """Why a request is not recorded because of its adapter; empty if it can be."""
+        first = next(iter(self.tracked.values()), None)
+        if first is None or adapter_number(first.request) == adapter_number(request):
+            return ""
+        return "another adapter than that of the first recorded request"
 
     @property
     def sampled(self) -> bool:
@@ -127,12 +134,16 @@ class Window:
         return TokenBatch(tuple(each.sample for each in self.tracked.values()))
 
 
+def adapter_number(request: Any) -> int:
+    """vLLM's number of a request's adapter, which each adapter has its own of; 0 for none."""
+    return 0 if request.lora_request is None else int(request.lora_request.lora_int_id)
+
+
 def unrecordable(request: Any) -> str:
     """Why a request of vLLM is not recorded; empty if it can be."""
     params = request.sampling_params
     reasons = {
         "it is not sampled": params is None,
-        "an adapter": request.lora_request is not None,
         "a prompt of embeddings": request.prompt_token_ids is None
         or request.prompt_embeds is not None,
         "images, audio or video": bool(request.mm_features),

@@ -24,6 +24,8 @@ SHARED = "shared"
 """The folder of a step with what its ranks have in common."""
 SHARED_FILES = ("trace.json", "prompts.jsonl", "weights.parquet")
 """The files there that its checksums list."""
+ADAPTER = "adapter"
+"""The folder beside trace.json with the adapter of the step, in PEFT's layout."""
 RECORDING = "recording.json"
 REASON = "reason.txt"
 PARTIAL = ".partial"

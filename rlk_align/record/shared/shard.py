@@ -211,13 +211,3 @@ class Shard:
 def sequence_name(ids: Sequence[int]) -> str:
     """The name of a sequence in reports: the first digits of its hash."""
     return prefix_hash(ids)[:12]
-
-
-def refuse_unless_dense(engine: Any) -> None:
-    """Raises BadOption for a model that is not recorded yet."""
-    if engine.shape.experts or engine.shape.delta_layers:
-        raise BadOption(
-            f"a model of type {engine.shape.model_type} is not recorded: so far a recorder knows "
-            "dense models",
-            "rlk-align compare loads it into both engines",
-        )

@@ -1,7 +1,5 @@
 """A live causal LM of transformers whose parameters FSDP2 shards over ranks."""
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,36 +7,22 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from rlk_align.engines.common.hooks import Hooks
-from rlk_align.engines.common.parameters import LiveParameter
-from rlk_align.engines.hf.engine import HFEngine
-from rlk_align.engines.hf.fsdp import FSDPEngine
 from rlk_align.engines.info import OptionValue
 from rlk_align.engines.process.ranks import Ranks
-from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
-from rlk_align.model.shape import read_shape
-from rlk_align.record.shared.choose import Key
-from rlk_align.record.train.hf import LiveHF
-from rlk_align.record.train.live import ForwardInput
-from rlk_align.record.train.rank_attributes import of_ranks
-from rlk_align.record.train.segments import Chosen
-from rlk_align.record.train.together import of_all
-from rlk_align.record.train.weight_files import WeightFiles, write_index
-from rlk_align.trace.writer import PassWriter
+from rlk_align.record.train.recorded_engine import RecordedFSDP
+from rlk_align.record.train.replicas import LiveReplicas
 
 
-class LiveFSDP(LiveHF):
-    """A model after `fully_shard`. The ranks run their forwards together, each with sequences of
-    its own, and repeat one where any of them records a sequence."""
+class LiveFSDP(LiveReplicas):
+    """A model after `fully_shard`."""
+
+    recorded = ("fsdp", RecordedFSDP)
 
     def __init__(self, model: Any, *, temperature: float, weights: bool) -> None:
         super().__init__(model, temperature=temperature, weights=weights)
-        self.ranks, self._compute, self._mixed = _sharding(model)
-        self.replica = self.place = self.ranks.rank
-
-    def _save(self, folder: Path) -> None:
-        """Nothing: weights are saved as they are gathered, once for all ranks."""
+        ranks, self._compute, self._mixed = _sharding(model)
+        self.among(ranks)
 
     def _dtype(self) -> str:
         return str(self._compute).removeprefix("torch.")
@@ -48,44 +32,6 @@ class LiveFSDP(LiveHF):
         recomputes = bool(self.model.is_gradient_checkpointing)
         own = {"dp": self.ranks.world, "mixed": self._mixed, "checkpointing": recomputes}
         return options | own
-
-    def _adapter(self, folder: Path, weights: Path) -> HFEngine:
-        shape = read_shape(folder)
-        spec = EngineSpec("fsdp", self._options()).canonical(shape.dtype)
-        engine = _Engine(spec, folder, shape)
-        engine.ranks = self.ranks
-        if self._weights:
-            engine.files = WeightFiles(weights, shape.family.modules, self.ranks.rank)
-            if self.ranks.rank == 0:
-                weights.mkdir(exist_ok=True)
-                self._save_config(weights)
-        return engine
-
-    def keys_of_all(self, keys: list[Key]) -> list[list[Key]]:
-        return of_all(self.ranks, keys)
-
-    def taps(self, tap: PassWriter, chosen: Sequence[Chosen], input: ForwardInput) -> Hooks:
-        for each in chosen:
-            tap.computes(self.ranks.rank, each.number, range(len(each.segment.ids)))
-        return super().taps(tap, chosen, input)
-
-
-class _Engine(FSDPEngine):
-    """The adapter, which saves parameters as it gathers them."""
-
-    files: WeightFiles | None = None
-
-    def whole_parameters(self) -> Iterator[LiveParameter]:
-        for parameter in super().whole_parameters():
-            if self.files is not None:
-                self.files.add(parameter.name, parameter.value)
-            yield parameter
-        if self.files is not None and self.ranks.rank == 0:
-            self.files.flush()
-            write_index(self.files.folder, self.files.written)
-
-    def attributes(self) -> dict[str, Any]:
-        return of_ranks(self.ranks, super().attributes())
 
 
 def _sharding(model: Any) -> tuple[Ranks, torch.dtype, bool]:

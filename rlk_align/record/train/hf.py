@@ -11,15 +11,19 @@ import torch
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.common.places import Place
 from rlk_align.engines.common.site_hooks import LiveRows
-from rlk_align.engines.hf.engine import HFEngine
+from rlk_align.engines.hf.experts import sparse_blocks
 from rlk_align.engines.hf.taps import HFTaps
 from rlk_align.engines.info import OptionValue
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
 from rlk_align.model.checkpoint import resolve_model
 from rlk_align.model.shape import read_shape
+from rlk_align.record.shared.layout import ADAPTER
+from rlk_align.record.train.adapter import active_adapter, active_names, inside_peft
 from rlk_align.record.train.live import ForwardInput, Live
+from rlk_align.record.train.recorded_engine import RecordedHF
 from rlk_align.record.train.segments import Chosen, rows_of, segments
+from rlk_align.record.train.weight_files import WeightFiles
 from rlk_align.trace.writer import PassWriter
 
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seqlens")
@@ -27,46 +31,55 @@ _BOUNDARIES = ("cu_seq_lens_q", "cu_seqlens")
 
 
 class LiveHF(Live):
-    """A model of transformers, not wrapped, all of it in this process."""
+    """A model of transformers, all of it in this process."""
 
-    engine: HFEngine
+    engine: RecordedHF
+    recorded: tuple[str, type[RecordedHF]] = ("hf", RecordedHF)
+    """The engine that describes the model, and its name in specs."""
 
     def __init__(self, model: Any, *, temperature: float, weights: bool) -> None:
-        """temperature: divides the logits; weights: whether the weights are saved. Raises BadOption
-        for a model that is not recorded yet."""
-        check_model(model)
-        self.model, self._temperature, self._weights = model, temperature, weights
-        self._source = source_of(model)
+        """model: with PEFT's wrapper or without; temperature: divides the logits; weights: whether
+        the weights are saved. Raises BadOption for a model that is not recorded yet."""
+        self.model = inside_peft(model)
+        check_model(self.model)
+        self._temperature, self._weights = temperature, weights
+        self._source = source_of(self.model)
 
-    def open(self, folder: Path, about: Path) -> HFEngine:
-        (folder / "model").mkdir()
+    def open(self, folder: Path, about: Path) -> RecordedHF:
+        config = folder / "model"
+        config.mkdir()
+        self._save_config(config)
+        shape, (name, kind) = read_shape(config), self.recorded
+        engine = kind(EngineSpec(name, self._options()).canonical(shape.dtype), config, shape)
+        engine.model, engine.ranks = self.model, self.ranks
+        engine.device = self.model.lm_head.weight.device
+        engine.active, engine.adapter_folder = active_adapter(self.model), about / ADAPTER
+        self._adapters = active_names(self.model)
         if self._weights:
-            self._save(folder / "model")
-        self._save_config(folder / "model")
-        self.engine = self._adapter(folder / "model", about / "model")
-        self.engine.model = self.model
-        self.engine.device = self.model.lm_head.weight.device
-        return self.engine
+            engine.files = WeightFiles(about / "model", shape.family.modules, self.ranks.rank)
+            if self.ranks.rank == 0:
+                engine.files.folder.mkdir(exist_ok=True)
+                self._save_config(engine.files.folder)
+        self.engine = engine
+        return engine
 
-    def _save(self, folder: Path) -> None:
-        self.model.save_pretrained(folder)
+    def counts(self) -> bool:
+        return active_names(self.model) == self._adapters
 
     def _save_config(self, folder: Path) -> None:
         """Writes the config.json of the checkpoint that was loaded, or else the model's own."""
         if self._source is not None:
             shutil.copyfile(self._source / "config.json", folder / "config.json")
-        elif not (folder / "config.json").exists():
+        else:
             self.model.config.save_pretrained(folder)
-
-    def _adapter(self, folder: Path, _weights: Path) -> HFEngine:
-        shape = read_shape(folder)
-        return HFEngine(EngineSpec("hf", self._options()).canonical(shape.dtype), folder, shape)
 
     def _options(self) -> dict[str, OptionValue]:
         options: dict[str, OptionValue] = {
             "attn": str(self.model.config._attn_implementation),
             "dtype": self._dtype(),
         }
+        if any(sparse_blocks(self.model)):
+            options["experts"] = str(self.model.config._experts_implementation)
         if self._temperature != 1.0:
             options["temperature"] = self._temperature
         return options
@@ -182,17 +195,15 @@ def check_model(model: Any) -> None:
     if not hasattr(model, "lm_head") or not hasattr(getattr(model, "model", None), "layers"):
         raise BadOption(
             f"{type(model).__name__} is not a causal LM of transformers",
-            "give the model itself, without a wrapper or an adapter around it",
+            "give the model itself, without another wrapper around it than PEFT's",
         )
     refuse_replaced(model)
 
 
 def refuse_replaced(model: Any) -> None:
-    """Raises BadOption for a model with an adapter, the kernels, or compiled code."""
-    names = {type(module).__module__ for module in model.modules()}
-    for package, words in {"peft": "an adapter", "rlk_kernels": "the kernels"}.items():
-        if any(name.partition(".")[0] == package for name in names):
-            raise BadOption(f"a model with {words} is not recorded", "record it without")
+    """Raises BadOption for a model with the kernels, or compiled code."""
+    if any(type(m).__module__.partition(".")[0] == "rlk_kernels" for m in model.modules()):
+        raise BadOption("a model with the kernels is not recorded", "record it without")
     if any(
         hasattr(module, "_compiled_call_impl") and module._compiled_call_impl is not None
         for module in model.modules()

@@ -5,7 +5,7 @@ from typing import Any
 from rlk_align.errors import BadOption
 from rlk_align.record.train.live import Live
 
-ENGINES = ("hf", "fsdp", "megatron")
+ENGINES = ("hf", "fsdp", "deepspeed", "megatron")
 
 
 def live_model(
@@ -24,6 +24,10 @@ def live_model(
         from rlk_align.record.train.fsdp import LiveFSDP
 
         return LiveFSDP(model, temperature=temperature, weights=weights)
+    if found == "deepspeed":
+        from rlk_align.record.train.deepspeed import LiveDeepSpeed
+
+        return LiveDeepSpeed(model, temperature=temperature, weights=weights)
     if found == "megatron":
         from rlk_align.record.train.megatron import LiveMegatron
 
@@ -44,25 +48,29 @@ def _library(model: Any) -> str:
     import torch.distributed as dist
 
     classes = _classes(model)
+    if {"DeepSpeedEngine", "PipelineEngine"} & classes:
+        return "deepspeed"
+    if any(hasattr(p, "ds_id") for p in getattr(model, "parameters", tuple)()):
+        raise BadOption(
+            "a model whose parameters DeepSpeed shards, without its engine, is not recorded",
+            "give what deepspeed.initialize returned",
+        )
     if "FSDPModule" in classes:
         return "fsdp"
     if "GPTModel" in classes:
         return "megatron"
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     wrapped = {
-        "DeepSpeed": any(hasattr(p, "ds_id") for p in getattr(model, "parameters", tuple)())
-        or "DeepSpeedEngine" in classes,
         "FSDP1 (FullyShardedDataParallel)": "FullyShardedDataParallel" in classes,
         "DistributedDataParallel": "DistributedDataParallel" in classes,
-        f"a trainer of {ranks} ranks without FSDP2": ranks > 1,
+        f"a trainer of {ranks} ranks without FSDP2 or DeepSpeed": ranks > 1,
     }
     for name, is_so in wrapped.items():
         if is_so:
             raise BadOption(
-                f"{name} is not recorded: of several ranks, those of FSDP2 (fully_shard) and of "
-                "megatron-core's GPTModel are",
-                "rlk-align compare --train deepspeed:dp=N (or fsdp:dp=N) scores the same ids with "
-                "ranks of its own",
+                f"{name} is not recorded: of several ranks, those of FSDP2 (fully_shard), of "
+                "DeepSpeed and of megatron-core's GPTModel are",
+                "rlk-align compare --train fsdp:dp=N scores the same ids with ranks of its own",
             )
     return "hf"
 

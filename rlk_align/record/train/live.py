@@ -78,8 +78,17 @@ class Live(ABC):
         forward together; those of this rank at `place`."""
         return [keys]
 
+    def counts(self) -> bool:
+        """Whether the next forward is one of the policy, and not of what the same modules can also
+        compute, as PEFT's layers without their adapter."""
+        return True
+
     place: int = 0
     """The place of this rank in `keys_of_all`."""
+
+    taps_together: bool = False
+    """Whether those ranks have to tap a forward together, also one with no chosen sequence of its
+    own."""
 
     def unexposed(self, taps: Hooks) -> dict[str, str]:
         """Sites that a forward with these taps did not expose -> the reason."""

@@ -21,6 +21,7 @@ from rlk_align.engines.common.rows import ForwardRows
 from rlk_align.engines.common.site_hooks import LiveRows
 from rlk_align.engines.info import OptionValue
 from rlk_align.engines.megatron.engine import MegatronEngine
+from rlk_align.engines.megatron.experts import routers
 from rlk_align.engines.megatron.grid import Grid
 from rlk_align.engines.megatron.model import Settings, read_checkpoint
 from rlk_align.engines.megatron.stages import Stage
@@ -28,8 +29,9 @@ from rlk_align.engines.megatron.taps import MegatronTaps
 from rlk_align.engines.process.ranks import Ranks, gather
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
-from rlk_align.model.checkpoint import resolve_model
+from rlk_align.model.checkpoint import EXPERT, resolve_model
 from rlk_align.model.shape import read_shape
+from rlk_align.record.shared.choose import Key
 from rlk_align.record.train.hf import refuse_autocast, refuse_replaced, to_numpy
 from rlk_align.record.train.live import ForwardInput, Live
 from rlk_align.record.train.megatron_limits import check_chunk, check_grid, gpt_model
@@ -60,6 +62,8 @@ class LiveMegatron(Live):
         self._grid = Grid.of(self.ranks)
         check_grid(self._grid)
         self.replica, self.alone = self._grid.dp.rank, self._grid.dp.world == 1
+        # Ranks that share experts exchange tokens in each forward.
+        self.place, self.taps_together = self._grid.ep.rank, self._grid.ep.world > 1
         self._logits: torch.Tensor | None = None
 
     def open(self, folder: Path, about: Path) -> "_Engine":
@@ -84,6 +88,7 @@ class LiveMegatron(Live):
         options: dict[str, OptionValue] = {
             "tp": self._grid.tp.world,
             "pp": self._grid.pp.world,
+            "ep": self._grid.ep.world,
             "sp": bool(self.model.config.sequence_parallel),
             "dtype": str(parameter.dtype).removeprefix("torch."),
         }
@@ -117,6 +122,9 @@ class LiveMegatron(Live):
         found = list(segments(ids.cpu().numpy(), None, positions, boundaries))
         return ForwardInput(found, (ids.shape[0], ids.shape[1]), ids.device)
 
+    def keys_of_all(self, keys: list[Key]) -> list[list[Key]]:
+        return of_all(self._grid.ep, keys)
+
     def taps(self, tap: PassWriter, chosen: Sequence[Chosen], input: ForwardInput) -> Hooks:
         engine = self.engine
         taps = _Taps(
@@ -126,6 +134,9 @@ class LiveMegatron(Live):
         taps.at(rows_of(chosen, input.shape, "sequence first"), input.device)
         taps.install()
         return taps
+
+    def unexposed(self, taps: Hooks) -> dict[str, str]:
+        return self.engine.unexposed("prefill")
 
     def see_forwards(self) -> Hooks:
         hooks = Hooks()
@@ -172,10 +183,36 @@ class LiveMegatron(Live):
 
         tracker = get_cuda_rng_tracker()
         states = tracker.get_states()
-        with super().undisturbed():
+        counts = [(c, c.clone()) for c in token_counts(self.model)]
+        with super().undisturbed(), kept_losses():
             yield
         if states:
             tracker.set_states(states)
+        with torch.no_grad():
+            for count, before in counts:
+                count.copy_(before)
+
+
+def token_counts(model: Any) -> Iterator[torch.Tensor]:
+    """The counts of each expert's tokens, by which megatron-core corrects routers as it trains."""
+    for router in routers(model):
+        if getattr(router, "local_tokens_per_expert", None) is not None:
+            yield router.local_tokens_per_expert
+
+
+@contextmanager
+def kept_losses() -> Iterator[None]:
+    """Leaves megatron-core's sums of its routers' losses, which it reports, as they were before."""
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+    tracker = get_moe_layer_wise_logging_tracker()
+    sums = {name: x["values"].clone() for name, x in tracker.items() if "values" in x}
+    yield
+    for name in [*tracker]:
+        if name not in sums:
+            del tracker[name]
+        else:
+            tracker[name]["values"].copy_(sums[name])
 
 
 class _Engine(MegatronEngine):
@@ -186,13 +223,13 @@ class _Engine(MegatronEngine):
     def attach(self, temperature: float) -> None:
         """Describes the live model."""
         grid, config = self.grid, self.model.config
-        self.stage = Stage(grid.pp.rank, grid.pp.world, self.shape.layers)
+        self.stage = Stage(grid.pp.rank, grid.pp.world, self.shape.layers, self.held_experts())
         self.temperature, self.batch = temperature, 1
         parameter = next(self.model.parameters())
         self.settings = Settings(
             tp=grid.tp.world,
             cp=1,
-            ep=1,
+            ep=grid.ep.world,
             stage=self.stage,
             device=parameter.device,
             dtype=parameter.dtype,
@@ -201,9 +238,10 @@ class _Engine(MegatronEngine):
         self.find(read_checkpoint(self.model_path, self.shape, self._live_option))
 
     def whole_parameters(self) -> Iterator[LiveParameter]:
-        # Replicas have the same parameters.
-        saves = self.files is not None and self.grid.dp.rank == 0
+        # Replicas have the same parameters, but for the experts.
+        dp, ep = self.grid.dp.rank, self.grid.ep.world
         for parameter in super().whole_parameters():
+            saves = dp == 0 or (dp < ep and EXPERT.match(parameter.name) is not None)
             if self.files is not None and saves:
                 self.files.add(parameter.name, parameter.value)
             yield parameter
@@ -223,4 +261,6 @@ class _Taps(MegatronTaps):
 
     @torch.no_grad()
     def observe(self, place: Place, value: torch.Tensor, rows: LiveRows) -> None:
-        super().observe(place, value.detach(), rows)
+        # The ranks that gather this value have the same sequences.
+        if len(self._all.sample):
+            super().observe(place, value.detach(), rows)

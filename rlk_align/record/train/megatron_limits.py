@@ -33,12 +33,15 @@ def gpt_model(model: Any) -> Any:
 def check_grid(grid: Grid) -> None:
     """Raises BadOption for an order of ranks, or a kind of parallelism, that is not recorded."""
     world, tp, pp = grid.all.world, grid.tp.world, grid.pp.world
-    if grid.cp.world > 1 or grid.ep.world > 1:
-        raise BadOption(
-            f"context parallelism of {grid.cp.world} and expert parallelism of {grid.ep.world} are "
-            "not recorded",
-            _INSTEAD,
-        )
+    refused = {
+        f"context parallelism of {grid.cp.world}": grid.cp.world > 1,
+        f"expert parallelism of {grid.ep.world} with tensor parallelism of {tp}": (
+            grid.ep.world > 1 and tp > 1
+        ),
+    }
+    for what, is_so in refused.items():
+        if is_so:
+            raise BadOption(f"megatron-core: {what} is not recorded", _INSTEAD)
     rank = grid.all.rank
     expected = rank % tp, rank // tp % grid.dp.world, rank // (world // pp)
     if tp * pp * grid.dp.world != world or (grid.tp.rank, grid.dp.rank, grid.pp.rank) != expected:
@@ -54,6 +57,7 @@ def check_chunk(model: Any, shape: ModelShape, grid: Grid) -> None:
     layers, tp = len(model.decoder.layers), grid.tp.world
     rows = {table.shape[0] * tp for table in _tables(model)}
     refused = {
+        "an adapter": any("peft" in name.split(".") for name in names),
         "TransformerEngine's spec": any("transformer_engine" in name for name in names),
         f"virtual stages ({config.virtual_pipeline_model_parallel_size})": bool(
             config.virtual_pipeline_model_parallel_size

@@ -5,10 +5,9 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from rlk_align.engines.base import Engine
 from rlk_align.errors import BadOption
 from rlk_align.record.shared.choose import Prompts
-from rlk_align.record.shared.shard import SCORED, Shard, SideFolder, refuse_unless_dense
+from rlk_align.record.shared.shard import SCORED, SideFolder
 from rlk_align.record.train.live import Live
 from rlk_align.record.train.rank_shard import RankFolder
 from rlk_align.record.train.recording import Recording
@@ -33,11 +32,6 @@ class Recorder:
         """Lets another recorder use the folder."""
         self._folder.close()
 
-    def _open(self, shard: Shard) -> Engine:
-        engine = self._live.open(shard.path, shard.about)
-        refuse_unless_dense(engine)
-        return engine
-
     @contextmanager
     def step(self, number: int, prompts: Iterable[Sequence[int]]) -> Iterator[None]:
         """Records the forwards in the context, if `number` is a multiple of `every`. Every rank of
@@ -57,7 +51,7 @@ class Recorder:
         known = Prompts(prompts)
         with self._folder.shard(number) as shard:
             with torch.no_grad():
-                engine = on_all(self._live.ranks, lambda: self._open(shard))
+                engine = on_all(self._live.ranks, lambda: self._live.open(shard.path, shard.about))
                 shard.describe(engine, known.by_hash.values())
             with ExitStack() as opened:
                 writers = {name: opened.enter_context(shard.writer(name)) for name in SCORED}

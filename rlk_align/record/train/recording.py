@@ -32,6 +32,8 @@ class Recording:
         self._taps: Hooks | None = None
         self._unexposed: dict[str, str] = {}
         self._repeating = False
+        self._uncounted = 0
+        """The number of forwards that were not those of the policy."""
 
     def attach(self) -> Hooks:
         """Hooks on the model, which the caller closes."""
@@ -46,20 +48,22 @@ class Recording:
     def _before(self, _model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._repeating:
             return
+        self._here, self._input = [], None
+        if not self._live.counts():
+            self._uncounted += 1
+            return
         found = self._live.input(args, kwargs)
         known = [(key, s, n) for s in found.segments for key, n in self._key(s)]
         every = self._live.keys_of_all([key for key, _, _ in known])
         new = self._lowest_of(every)
         own = {key for place, key in new if place == self._live.place}
-        self._here = []
         for key, segment, length in known:
             # A sequence may be in the forward twice.
             if key in own:
                 own.remove(key)
                 self._here.append(self._chosen(key, segment, length))
         self._input = found if new else None
-        if self._here:
-            self._taps = self._tapped("prefill")
+        self._taps = self._tapped("prefill")
 
     def _key(self, segment: Segment) -> list[tuple[Key, int]]:
         """The key of a sequence and the length of its prompt; empty if it continues no prompt."""
@@ -86,9 +90,10 @@ class Recording:
         self._samples.append(Sample(sequence_name(ids), ids[:length], ids[length:]))
         return Chosen(number, length, segment)
 
-    def _tapped(self, name: str) -> Hooks:
-        """Installs taps on the rows of the next forward."""
-        assert self._input is not None
+    def _tapped(self, name: str) -> Hooks | None:
+        """Installs taps on the rows of the next forward, if this rank has to tap it."""
+        if self._input is None or not (self._here or self._live.taps_together):
+            return None
         return self._live.taps(self._writers[name], self._here, self._input)
 
     def _after(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -108,11 +113,12 @@ class Recording:
                 untapped = model(*args, **kwargs)
                 self._log("prefill.untapped", untapped)
                 self._log_passed_on("prefill.untapped", untapped)
-                taps = self._tapped("prefill.repeat") if self._here else Hooks()
+                taps = self._tapped("prefill.repeat")
                 try:
                     self._log("prefill.repeat", model(*args, **kwargs))
                 finally:
-                    taps.close()
+                    if taps is not None:
+                        taps.close()
         finally:
             self._repeating = False
 
@@ -141,9 +147,12 @@ class Recording:
         """Completes the shard, without a message to other ranks: one of them may have died. Raises
         BadOption if no sequence was recorded."""
         if not self._lowest.keys and self._live.alone:
+            others = f" ({self._uncounted} had another adapter)" if self._uncounted else ""
             raise BadOption(
-                "no forward of the step had a sequence that begins with one of its prompts",
-                "give the token ids of the prompts as the model reads them, without padding",
+                "no forward of the step had a sequence that begins with one of its prompts"
+                + others,
+                "give the token ids of the prompts as the model reads them, without padding; enter "
+                "the step with the adapter that its forwards compute with",
             )
         for writer in self._writers.values():
             writer.finish(self._unexposed)

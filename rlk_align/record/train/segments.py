@@ -77,6 +77,9 @@ def segments(
 def rows_of(chosen: Sequence[Chosen], shape: tuple[int, int], order: Order) -> ForwardRows:
     """The rows of the chosen sequences in the output of a forward, whose cells have this order.
     shape: (B, S)."""
+    if not chosen:
+        nothing = np.zeros(0, dtype=np.int64)
+        return ForwardRows(nothing, nothing, nothing, nothing.astype(bool), shape[0] * shape[1])
     index, sample, position, sampled = [], [], [], []
     for each in chosen:
         segment, length = each.segment, len(each.segment.ids)

@@ -111,6 +111,22 @@ def test_rows_are_read_and_written_where_they_lie(shape: tuple[int, ...], order:
     assert torch.equal(live.reshape(-1, 4)[6:], before.reshape(-1, 4)[6:])
 
 
+def test_some_of_the_packed_rows_are_read_from_a_tensor_that_has_these_alone() -> None:
+    """Of six packed rows, sample 1 is recorded; a kernel then takes the rows 2 to 5."""
+    packed = torch.arange(6.0)[:, None]
+    six = six_rows()
+    others = np.where(six.sample == 1, 1, -1)
+    some = ForwardRows(six.index, others, six.position, six.sampled, six.cells)
+    for rows in (LiveRows.of(six, six.index, CPU), LiveRows.of(some, six.index, CPU)):
+        part = rows.part(slice(2, 5))
+        within = [(i, s, p) for i, s, p in zip(six.index, six.sample, six.position, strict=True)]
+        recorded = rows.sample
+        wanted = [(i, s, p) for i, s, p in within if 2 <= i < 5 and s in recorded]
+        assert part.cells == 3
+        assert part.read(packed[2:5])[:, 0].tolist() == [i for i, _, _ in wanted]
+        assert [*zip(part.sample, part.position, strict=True)] == [(s, p) for _, s, p in wanted]
+
+
 def test_a_view_of_heads_is_written_through() -> None:
     """Like rotated queries: `[B, heads, S, D]`, viewed as `[B, S, heads, D]`."""
     base = torch.zeros(2, 2, 3, 2)
