@@ -8,6 +8,7 @@ from rlk_align.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS
 from rlk_align.judge.budgets import budget_of
 from rlk_align.judge.checks import (
     LimitCheck,
+    applies,
     check_edge,
     judged_metrics,
     limits_of,
@@ -184,11 +185,12 @@ def doubts_of(c: Comparison, contract: Contract) -> list[str]:
     for edge in c.edges:
         if edge.name in c.judged:
             limits = limits_of(edge, c, contract)
-            tokens = judged_metrics(edge, c, contract).tokens
+            judged = judged_metrics(edge, c, contract)
             by_operator = bool(contract.budgets) and bool(quantised_between(edge, c))
-            if not by_operator and not any(limit.judges(edge.name, tokens) for limit in limits):
+            if not by_operator and not any(applies(x, edge, judged, contract) for x in limits):
                 doubts.append(
-                    f"contract {contract.id} applies no limit to {edge.name}, which has {tokens} "
+                    f"contract {contract.id} applies no limit to {edge.name}, which has "
+                    f"{judged.tokens} "
                     "sampled tokens"
                 )
             doubts += _no_law(edge, c, contract)
@@ -271,6 +273,7 @@ def _notes(c: Comparison, contract: Contract) -> list[str]:
     notes += _quantisation(c, contract)
     notes += _excluded_flips(c, contract)
     notes += _skipped_limits(c, contract)
+    notes += _distributions(c, contract)
     unrefereed = [u for u in c.referee if u.errors is None]
     if contract.budgets and c.edges and not c.referee:
         notes.append("no operator was checked against float64")
@@ -339,7 +342,7 @@ def _skipped_limits(c: Comparison, contract: Contract) -> Iterator[str]:
     for edge in c.edges:
         limits = limits_of(edge, c, contract) if edge.name in c.judged else []
         tokens = judged_metrics(edge, c, contract).tokens
-        short = [x for x in limits if tokens < x.min_tokens]
+        short = [x for x in limits if tokens < x.min_tokens and not x.of_distribution]
         short = [x for x in short if x.judges(edge.name, x.min_tokens)]
         if short:
             count = f"limits not applied: {len(short)}"
@@ -347,6 +350,23 @@ def _skipped_limits(c: Comparison, contract: Contract) -> Iterator[str]:
             yield (
                 f"{edge.name}: {count}; {tokens:,} tokens are too few, up to {most:,} are needed"
             )
+
+
+def _distributions(c: Comparison, contract: Contract) -> Iterator[str]:
+    """Yields a note for each edge whose distributions were not compared at all sampled positions,
+    if the contract limits them."""
+    for edge in c.edges:
+        limits = limits_of(edge, c, contract) if edge.name in c.judged else []
+        found = edge.distribution
+        if found is None or not found.missing or not any(x.of_distribution for x in limits):
+            continue
+        of = f"{found.positions:,} of {found.positions + found.missing:,} sampled positions"
+        too_few = found.positions < contract.min_tokens
+        yield (
+            f"{edge.name}: both sides keep the logits of {of}"
+            + (": limits on distributions not applied" if too_few else "")
+            + "; a larger --trace-budget keeps more"
+        )
 
 
 def closest_limit(verdict: Verdict) -> LimitCheck | None:
