@@ -107,10 +107,16 @@ def check_edge(edge: EdgeResult, c: Comparison, contract: Contract) -> list[Limi
 def applies(limit: Limit, edge: EdgeResult, metrics: EdgeMetrics, contract: Contract) -> bool:
     """Whether a limit applies to an edge with these metrics of tokens. A limit on distributions
     needs as many positions with logits as a contract needs tokens."""
+    count = judged_count(limit, edge, metrics)
+    enough = not limit.of_distribution or count >= contract.min_tokens
+    return enough and limit.judges(edge.name, count)
+
+
+def judged_count(limit: Limit, edge: EdgeResult, metrics: EdgeMetrics) -> int:
+    """Returns the number of tokens that a limit judges, or of positions with logits."""
     if not limit.of_distribution:
-        return limit.judges(edge.name, metrics.tokens)
-    positions = edge.distribution.positions if edge.distribution is not None else 0
-    return positions >= contract.min_tokens and limit.judges(edge.name, positions)
+        return metrics.tokens
+    return edge.distribution.positions if edge.distribution is not None else 0
 
 
 def limits_of(edge: EdgeResult, c: Comparison, contract: Contract) -> list[Limit]:

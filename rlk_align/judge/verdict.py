@@ -10,6 +10,7 @@ from rlk_align.judge.checks import (
     LimitCheck,
     applies,
     check_edge,
+    judged_count,
     judged_metrics,
     limits_of,
     mark_alike,
@@ -341,14 +342,21 @@ def _skipped_limits(c: Comparison, contract: Contract) -> Iterator[str]:
     """Yields a note for each edge with limits that need more tokens than it has."""
     for edge in c.edges:
         limits = limits_of(edge, c, contract) if edge.name in c.judged else []
-        tokens = judged_metrics(edge, c, contract).tokens
-        short = [x for x in limits if tokens < x.min_tokens and not x.of_distribution]
-        short = [x for x in short if x.judges(edge.name, x.min_tokens)]
+        judged = judged_metrics(edge, c, contract)
+        counts = [(x, judged_count(x, edge, judged)) for x in limits]
+        short = [
+            (x, count)
+            for x, count in counts
+            # Another note says of too few logits.
+            if count < x.min_tokens
+            and x.judges(edge.name, x.min_tokens)
+            and (not x.of_distribution or count >= contract.min_tokens)
+        ]
         if short:
-            count = f"limits not applied: {len(short)}"
-            most = max(x.min_tokens for x in short)
+            fewest, most = min(n for _, n in short), max(x.min_tokens for x, _ in short)
             yield (
-                f"{edge.name}: {count}; {tokens:,} tokens are too few, up to {most:,} are needed"
+                f"{edge.name}: limits not applied: {len(short)}; {fewest:,} tokens are too few, up "
+                f"to {most:,} are needed"
             )
 
 
