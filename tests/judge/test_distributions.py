@@ -93,7 +93,7 @@ def test_reports_show_the_figures_and_name_the_token() -> None:
     assert "distributions over the whole vocabulary" in text
     assert "0.031" in text
     assert "7.3, is that of token 512 at sample 2, position 31" in text
-    assert "in the mean token 512 differs most, by 5.5" in text
+    assert "in the mean token 512 differs most, by 5.5, and a typical one by 0" in text
     of_edge = verdict_json(verdict)["edges"]["prefill_vs_train"]["distribution"]
     assert (of_edge["kl"], of_edge["largest"]) == (0.031, [2, 31, 512])
     rows = dict(metric_rows(verdict, verdict.comparison.edges))
