@@ -140,7 +140,8 @@ class Distribution(Result):
     @classmethod
     def empty(cls, missing: int, vocabulary: int) -> Self:
         """No position has logits on both sides."""
-        nothing = {n: float("nan") for n, f in cls.model_fields.items() if f.annotation is float}
+        names = [n for n, f in cls.model_fields.items() if f.annotation is float]
+        nothing: dict[str, Any] = dict.fromkeys(names, float("nan"))
         counts = {"positions": 0, "missing": missing, "vocabulary": vocabulary}
         return cls(**nothing | counts, largest=None, worst_token_id=0)
 
