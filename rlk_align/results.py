@@ -103,6 +103,57 @@ class EdgeMetrics(Result):
         return self
 
 
+class Distribution(Result):
+    """Two passes over the whole vocabulary, at the sampled positions whose logits both keep, in
+    nats. p is the distribution of the first pass, q that of the second, and Δ = log q − log p of a
+    token. In a sparse model, tokens that the sides send to different experts do not count."""
+
+    positions: Count
+    missing: Count
+    """Positions that count, and of which a side has no logits."""
+    vocabulary: Count
+    kl: Size
+    """mean KL(p ‖ q)."""
+    kl_error: Size
+    """The standard error of that mean."""
+    kl_max: Size
+    reverse_kl: Size
+    """mean KL(q ‖ p)."""
+    reverse_kl_max: Size
+    total_variation: Share
+    """mean ½ Σ|q − p|."""
+    total_variation_max: Share
+    max_abs_dlogp: Size
+    """The largest |Δ| of a token of the vocabulary at any position."""
+    largest: tuple[Count, Count, Count] | None
+    """(sample, position, token id) of it; None where the sides are equal."""
+    top1_agreement: Share
+    """Share of positions with the same most probable token; a tie of a side agrees with each."""
+    top20_agreement: Share
+    """The mean share of the 20 most probable tokens that both sides have."""
+    typical_token: Size
+    """The median over the vocabulary of a token's mean |Δ|."""
+    worst_token: Size
+    """The largest mean |Δ| of a token."""
+    worst_token_id: Count
+
+    @classmethod
+    def empty(cls, missing: int, vocabulary: int) -> Self:
+        """No position has logits on both sides."""
+        names = [n for n, f in cls.model_fields.items() if f.annotation is float]
+        nothing: dict[str, Any] = dict.fromkeys(names, float("nan"))
+        counts = {"positions": 0, "missing": missing, "vocabulary": vocabulary}
+        return cls(**nothing | counts, largest=None, worst_token_id=0)
+
+    @property
+    def top1_disagreement(self) -> float:
+        return 1.0 - self.top1_agreement
+
+    @property
+    def top20_disagreement(self) -> float:
+        return 1.0 - self.top20_agreement
+
+
 class SiteResult(Result):
     """One site on one edge."""
 
@@ -236,6 +287,8 @@ class EdgeResult(Result):
     """(site, reason, whether the engine explains it)."""
     routing: EdgeRouting | None = None
     """None for a dense model."""
+    distribution: Distribution | None = None
+    """None in a run of an older version, and where a side shows no logits."""
 
     @model_validator(mode="after")
     def _of_its_sites(self) -> Self:

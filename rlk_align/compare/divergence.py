@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rlk_align.compare.distribution import compare_distributions
 from rlk_align.compare.edge_rows import UNKNOWN, EdgeRows
 from rlk_align.compare.expert_choice import Routers
 from rlk_align.compare.metrics import ValueMetrics, edge_metrics, error_frontier
@@ -22,6 +23,7 @@ from rlk_align.compare.routing import Flips, Routing
 from rlk_align.model.sites import RowIndex, Site
 from rlk_align.progress import Progress
 from rlk_align.results import (
+    Distribution,
     EdgeMetrics,
     EdgeName,
     EdgeResult,
@@ -54,6 +56,8 @@ class Side:
     """For each expert the ranks that have it; empty where all ranks have all experts."""
     lost: Sequence[int] = ()
     """The ranks of a recorded job that did not complete their shards."""
+    temperature: float = 1.0
+    """The engine divides logits by it."""
 
     def name_at(self, site: str) -> str:
         """The name in reasons why rows of a site are missing."""
@@ -92,6 +96,7 @@ class _EdgeState:
     paired: int = 0
     cached: int = 0
     metrics: EdgeMetrics | None = None
+    distribution: Distribution | None = None
     routing: Routing = field(default_factory=Routing)
     logprobs: tuple[np.ndarray, np.ndarray, np.ndarray] = field(
         default_factory=lambda: (np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0))
@@ -255,6 +260,10 @@ def _compare_site(
             ranks=_ranks(edge, site, paired, introduced, values.features, index),
         )
     )
+    if site.op == "logits":
+        temperatures = edge.first.temperature, edge.second.temperature
+        wanted = expected & index.counted & ~state.routing.flipped(len(index))
+        state.distribution = compare_distributions(a, b, paired, same, wanted, temperatures, index)
     if site.op == "logprob":
         counts = index.counted[paired.number]
         logp_a = a.values("logprob", paired.a, paired.a_at[counts])[:, 0].numpy()
@@ -421,6 +430,7 @@ def _edge_result(edge: Edge, state: _EdgeState, index: RowIndex) -> EdgeResult:
         cached_rows=state.cached,
         unpaired=[(u.site, u.reason, u.explained) for u in state.unpaired],
         routing=state.routing.result(state.logprobs, index),
+        distribution=state.distribution,
     )
 
 

@@ -133,6 +133,7 @@ def _side(trace: Trace, side: SideName, passname: str) -> Side:
         trace.record.stages,
         trace.record.experts,
         trace.record.lost,
+        float(trace.record.attributes.get("temperature", 1.0)),
     )
 
 

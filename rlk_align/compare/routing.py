@@ -139,6 +139,11 @@ class Routing:
         tied = (gaps[0] == 0) | (gaps[1] == 0)
         return np.where(tied, 0.0, np.maximum(*np.abs(gaps)))
 
+    def flipped(self, rows: int) -> np.ndarray:
+        """Which of the batch's rows are sent to other experts in any layer, bool `[rows]`."""
+        of_layers = [f.flipped for f in self.flips.values()]
+        return np.logical_or.reduce([np.zeros(rows, dtype=bool), *of_layers])
+
     def result(
         self, logp: tuple[np.ndarray, np.ndarray, np.ndarray], index: RowIndex
     ) -> EdgeRouting | None:
@@ -147,7 +152,7 @@ class Routing:
         if not self.layers:
             return None
         number, first, second = logp
-        anywhere = np.logical_or.reduce([f.flipped for f in self.flips.values()])
+        anywhere = self.flipped(len(index))
         delta, flipped = np.abs(second.astype(np.float64) - first), anywhere[number]
         with_flip, total = delta[flipped].sum(), delta.sum()
         same = ~flipped

@@ -16,7 +16,7 @@ import tomli_w
 from rlk_align.errors import BadOption
 from rlk_align.judge.budgets import budget_of
 from rlk_align.judge.chance import by_width
-from rlk_align.judge.checks import edge_value
+from rlk_align.judge.checks import applies, edge_value
 from rlk_align.judge.contract import STATISTICS, Budget, Contract, Limit, Tail
 from rlk_align.judge.verdict import doubts_of
 from rlk_align.results import Comparison, EdgeName, RefereedUnit
@@ -129,10 +129,10 @@ def _limit(
     if limit.of_site:
         return limit
     values = [
-        edge_value(limit, e.metrics)[0]
+        edge_value(limit, e.metrics, e.distribution)[0]
         for r in runs
         for e in r.comparison.edges
-        if limit.judges(e.name, e.metrics.tokens)
+        if applies(limit, e, e.metrics, base)
         and (limit.dtypes is None or r.comparison.dtype in limit.dtypes)
     ]
     largest = max(values, default=0.0)

@@ -13,6 +13,7 @@ from rlk_align.model.operators import OPERATORS
 from rlk_align.noise import excess
 from rlk_align.results import (
     Comparison,
+    Distribution,
     EdgeMetrics,
     EdgeResult,
     Quantisation,
@@ -95,12 +96,27 @@ def check_edge(edge: EdgeResult, c: Comparison, contract: Contract) -> list[Limi
     names sites that the edge lacks, or where the contract limits some of its operators but not
     all."""
     metrics = judged_metrics(edge, c, contract)
-    limits = [x for x in limits_of(edge, c, contract) if x.judges(edge.name, metrics.tokens)]
+    limits = [x for x in limits_of(edge, c, contract) if applies(x, edge, metrics, contract)]
     _check_covered(edge, limits, contract)
     of_operators = _of_operators(edge, c, contract)
     other = quantised_operators(edge, c)
     of_edge = _of_edge(edge, metrics, limits, _refereed(edge, c, contract), other)
     return [*of_edge, *of_operators, *_of_routers(edge, contract)]
+
+
+def applies(limit: Limit, edge: EdgeResult, metrics: EdgeMetrics, contract: Contract) -> bool:
+    """Whether a limit applies to an edge with these metrics of tokens. A limit on distributions
+    needs as many positions with logits as a contract needs tokens."""
+    count = judged_count(limit, edge, metrics)
+    enough = not limit.of_distribution or count >= contract.min_tokens
+    return enough and limit.judges(edge.name, count)
+
+
+def judged_count(limit: Limit, edge: EdgeResult, metrics: EdgeMetrics) -> int:
+    """Returns the number of tokens that a limit judges, or of positions with logits."""
+    if not limit.of_distribution:
+        return metrics.tokens
+    return edge.distribution.positions if edge.distribution is not None else 0
 
 
 def limits_of(edge: EdgeResult, c: Comparison, contract: Contract) -> list[Limit]:
@@ -196,14 +212,18 @@ def _of_edge(
                 if limit.covers(site.site, site.op_class):
                     yield _of_site(site, edge, value=_site_value(limit, site), **bounds)
         else:
-            value, low = edge_value(limit, metrics)
+            value, low = edge_value(limit, metrics, edge.distribution)
             yield LimitCheck(value=value, low=low, site=None, edge=edge.name, **bounds)
 
 
-def edge_value(limit: Limit, metrics: EdgeMetrics) -> tuple[float, float | None]:
+def edge_value(
+    limit: Limit, metrics: EdgeMetrics, distribution: Distribution | None
+) -> tuple[float, float | None]:
     """Returns the value of a limit's metric, and the low end of its interval where it has one. With
     too few sequences for an interval, the low end of c is c itself, and that of the mean ratio's
     bias is 0."""
+    if limit.of_distribution:
+        return _distribution_value(limit, distribution), None
     if limit.metric not in LAW_METRICS:
         return float(getattr(metrics, limit.metric)), None
     noise = metrics.noise
@@ -216,6 +236,15 @@ def edge_value(limit: Limit, metrics: EdgeMetrics) -> tuple[float, float | None]
         return value, _or(max(noise.ratio_low - 1, 1 - noise.ratio_high, 0.0), 0.0)
     assert limit.floor is not None
     return excess(noise.largest, noise.c, limit.floor), None
+
+
+def _distribution_value(limit: Limit, distribution: Distribution | None) -> float:
+    if distribution is None:
+        return math.nan
+    if limit.metric == "token_excess":
+        assert limit.floor is not None
+        return excess(distribution.worst_token, distribution.typical_token, limit.floor)
+    return float(getattr(distribution, limit.metric.removeprefix("vocabulary_")))
 
 
 def _or(low: float, value: float) -> float:

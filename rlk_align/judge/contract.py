@@ -53,7 +53,19 @@ LAW_METRICS = get_args(LawMetric)
 """The metrics of `results.TokenNoise`, the law of healthy noise. `noise_c` is c; `ratio_bias` is
 |mean ρ − 1|. Both have an interval, and break a limit where the whole interval lies above it.
 `excess` is the largest |Δ| / (1 − p) of a token, in multiples of c."""
-EdgeMetric = RawMetric | LawMetric
+DistributionMetric = Literal[
+    "kl",
+    "reverse_kl",
+    "total_variation",
+    "vocabulary_max_abs_dlogp",
+    "top1_disagreement",
+    "top20_disagreement",
+    "token_excess",
+]
+DISTRIBUTION_METRICS = get_args(DistributionMetric)
+"""The metrics of `results.Distribution`, which exist where both sides keep logits. `token_excess`
+is the largest mean |Δ| of a token of the vocabulary, in multiples of that of a typical token."""
+EdgeMetric = RawMetric | LawMetric | DistributionMetric
 SiteMetric = Literal["op_error", "rows_differ"]
 if TYPE_CHECKING:
     Op = str
@@ -85,8 +97,8 @@ class Limit(TailLimit, BaseModel):
     """For a maximum: its bound, which depends on the number of tokens; `fail` bounds it for any
     number."""
     floor: Bound | None = None
-    """For `excess`: the smallest c. Where the run's own c is smaller, the excess is counted in
-    multiples of this value."""
+    """For `excess`, the smallest c; for `token_excess`, the smallest mean |Δ| of a typical token.
+    Where the run's own is smaller, the excess is counted in multiples of this value."""
     min_tokens: Annotated[int, Field(ge=0)] = 0
     """Sampled tokens below which the limit does not apply: a quantile of few tokens is their
     largest value."""
@@ -119,6 +131,10 @@ class Limit(TailLimit, BaseModel):
     def of_site(self) -> bool:
         return self.metric in ("op_error", "rows_differ")
 
+    @property
+    def of_distribution(self) -> bool:
+        return self.metric in DISTRIBUTION_METRICS
+
     def judges(self, edge: EdgeName, tokens: int) -> bool:
         """Whether the limit applies to an edge with this many tokens."""
         return tokens >= self.min_tokens and (self.edges is None or edge in self.edges)
@@ -139,7 +155,7 @@ class Limit(TailLimit, BaseModel):
             raise ValueError(f"limit {self.id!r}: its `fail` is below its `warn`")
         if self.tail is not None and self.metric not in ("max_abs_dlogp", "excess"):
             raise ValueError(f"limit {self.id!r}: only a maximum has a tail")
-        if (self.floor is not None) != (self.metric == "excess"):
+        if (self.floor is not None) != (self.metric in ("excess", "token_excess")):
             raise ValueError(f"limit {self.id!r}: a floor belongs to excess, and only there")
         if self.quantisation is not None and self.of_site:
             raise ValueError(f"limit {self.id!r}: quantisation belongs to an edge's metric")

@@ -41,7 +41,7 @@ def lint(contract: Contract, day: date | None = None) -> list[Finding]:
 
 
 def _largest(metric: str, most: float) -> float:
-    """Returns the largest value that a metric can have where no |Δ| is above `most`."""
+    """Returns the largest value that a metric of tokens can have where no |Δ| is above `most`."""
     try:
         grown = math.expm1(most)
     except OverflowError:
@@ -66,9 +66,10 @@ def _largest(metric: str, most: float) -> float:
 
 def _never(limits: list[Limit]) -> Iterator[Finding]:
     """Finds limits that no value can reach, and limits before which another one always fires."""
+    shares = ("clip_fraction", "total_variation", "top1_disagreement", "top20_disagreement")
     of_edges = [x for x in limits if not x.of_site]
     for limit in of_edges:
-        if limit.metric == "clip_fraction" and limit.fail >= 1:
+        if limit.metric in shares and limit.fail >= 1:
             yield Finding(
                 entry=limit.id, text="a share is never above 1, so this limit can never fire"
             )
@@ -76,12 +77,14 @@ def _never(limits: list[Limit]) -> Iterator[Finding]:
         for other in of_edges:
             if other is limit or not _wherever(limit, other):
                 continue
-            if other.metric == "bit_mismatches" and other.fail == 0:
+            # What sampled tokens show leaves open what the other tokens do.
+            of_tokens = not limit.of_distribution
+            if of_tokens and other.metric == "bit_mismatches" and other.fail == 0:
                 if limit.metric == "bit_mismatches":
                     continue
                 text = f"equal bits ({other.id}) leave no difference, so this limit can never fire"
                 yield Finding(entry=limit.id, text=text)
-            if other.metric == "max_abs_dlogp":
+            if of_tokens and other.metric == "max_abs_dlogp":
                 most = other.fail_at(_MANY)
                 reached = _largest(limit.metric, most)
                 if limit.metric != "max_abs_dlogp" and reached <= limit.fail:

@@ -8,7 +8,9 @@ from rlk_align.errors import EXIT_FAIL, EXIT_INCONCLUSIVE, EXIT_PASS
 from rlk_align.judge.budgets import budget_of
 from rlk_align.judge.checks import (
     LimitCheck,
+    applies,
     check_edge,
+    judged_count,
     judged_metrics,
     limits_of,
     mark_alike,
@@ -184,11 +186,12 @@ def doubts_of(c: Comparison, contract: Contract) -> list[str]:
     for edge in c.edges:
         if edge.name in c.judged:
             limits = limits_of(edge, c, contract)
-            tokens = judged_metrics(edge, c, contract).tokens
+            judged = judged_metrics(edge, c, contract)
             by_operator = bool(contract.budgets) and bool(quantised_between(edge, c))
-            if not by_operator and not any(limit.judges(edge.name, tokens) for limit in limits):
+            if not by_operator and not any(applies(x, edge, judged, contract) for x in limits):
                 doubts.append(
-                    f"contract {contract.id} applies no limit to {edge.name}, which has {tokens} "
+                    f"contract {contract.id} applies no limit to {edge.name}, which has "
+                    f"{judged.tokens} "
                     "sampled tokens"
                 )
             doubts += _no_law(edge, c, contract)
@@ -271,6 +274,7 @@ def _notes(c: Comparison, contract: Contract) -> list[str]:
     notes += _quantisation(c, contract)
     notes += _excluded_flips(c, contract)
     notes += _skipped_limits(c, contract)
+    notes += _distributions(c, contract)
     unrefereed = [u for u in c.referee if u.errors is None]
     if contract.budgets and c.edges and not c.referee:
         notes.append("no operator was checked against float64")
@@ -338,15 +342,39 @@ def _skipped_limits(c: Comparison, contract: Contract) -> Iterator[str]:
     """Yields a note for each edge with limits that need more tokens than it has."""
     for edge in c.edges:
         limits = limits_of(edge, c, contract) if edge.name in c.judged else []
-        tokens = judged_metrics(edge, c, contract).tokens
-        short = [x for x in limits if tokens < x.min_tokens]
-        short = [x for x in short if x.judges(edge.name, x.min_tokens)]
+        judged = judged_metrics(edge, c, contract)
+        counts = [(x, judged_count(x, edge, judged)) for x in limits]
+        short = [
+            (x, count)
+            for x, count in counts
+            # Another note says of too few logits.
+            if count < x.min_tokens
+            and x.judges(edge.name, x.min_tokens)
+            and (not x.of_distribution or count >= contract.min_tokens)
+        ]
         if short:
-            count = f"limits not applied: {len(short)}"
-            most = max(x.min_tokens for x in short)
+            fewest, most = min(n for _, n in short), max(x.min_tokens for x, _ in short)
             yield (
-                f"{edge.name}: {count}; {tokens:,} tokens are too few, up to {most:,} are needed"
+                f"{edge.name}: limits not applied: {len(short)}; {fewest:,} tokens are too few, up "
+                f"to {most:,} are needed"
             )
+
+
+def _distributions(c: Comparison, contract: Contract) -> Iterator[str]:
+    """Yields a note for each edge whose distributions were not compared at all sampled positions,
+    if the contract limits them."""
+    for edge in c.edges:
+        limits = limits_of(edge, c, contract) if edge.name in c.judged else []
+        found = edge.distribution
+        if found is None or not found.missing or not any(x.of_distribution for x in limits):
+            continue
+        of = f"{found.positions:,} of {found.positions + found.missing:,} sampled positions"
+        too_few = found.positions < contract.min_tokens
+        yield (
+            f"{edge.name}: both sides keep the logits of {of}"
+            + (": limits on distributions not applied" if too_few else "")
+            + "; a larger --trace-budget keeps more"
+        )
 
 
 def closest_limit(verdict: Verdict) -> LimitCheck | None:

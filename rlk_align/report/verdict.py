@@ -21,6 +21,7 @@ from rlk_align.judge.verdict import (
 from rlk_align.judge.wording import why_legitimate
 from rlk_align.probe.record import Probe
 from rlk_align.report.distribution_words import sides_words
+from rlk_align.report.distributions import distribution_sections
 from rlk_align.report.document import DataTable, Document, Entry, Fact, Section, Tone
 from rlk_align.report.document_markdown import document_markdown
 from rlk_align.report.probe_units import probe_section
@@ -167,6 +168,7 @@ def _measurements(verdict: Verdict, probe: Probe | None) -> Iterator[Section]:
     if not c.stopped:
         if c.edges:
             yield _edges(verdict)
+            yield from distribution_sections(c)
         if edge is not None:
             yield from _divergence(verdict, edge)
         for e in c.edges:

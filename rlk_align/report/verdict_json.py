@@ -153,7 +153,11 @@ def _coverage_json(c: Comparison) -> dict[str, Any]:
 
 
 def _edges_json(c: Comparison) -> dict[str, Any]:
-    edges: dict[str, Any] = {e.name: e.metrics.model_dump() for e in c.edges}
+    edges: dict[str, Any] = {
+        e.name: e.metrics.model_dump() | ({"distribution": d.model_dump()} if d else {})
+        for e in c.edges
+        for d in [e.distribution]
+    }
     if c.production is not None:
         edges["production_vs_observed"] = c.production.model_dump()
     return edges

@@ -334,3 +334,15 @@ def drops_a_row(_model: Any) -> None:
         write(self, site, rows[torch.from_numpy(keep)], sample[keep], position[keep])
 
     PassWriter.__call__ = lossy  # type: ignore[method-assign]
+
+
+def vocabulary_shard_off_by_one(model: Any) -> None:
+    """The second half of the vocabulary begins with the logit of the last token of the first."""
+    half = model.config.vocab_size // 2
+
+    def repeat(_module: Any, _inputs: Any, logits: Any) -> Any:
+        logits = logits.clone()
+        logits[..., half] = logits[..., half - 1]
+        return logits
+
+    model.lm_head.register_forward_hook(repeat)

@@ -146,6 +146,19 @@ def test_faults_that_users_plant_in_a_small_model_are_named(
     assert over["code"]["rollout"]["file"].startswith(("transformers/", "torch/"))
 
 
+def test_a_token_that_is_never_sampled_is_named(compare: Cli) -> None:
+    sides = ("--rollout", "hf", "--train", "hf:patch=patches:vocabulary_shard_off_by_one")
+    done = compare(*sides, *EDGE)
+    assert done.code == 1, done.out
+    edge = done.verdict["edges"]["prefill_vs_train"]
+    half = 512
+    assert edge["max_abs_dlogp"] < 0.01 < edge["distribution"]["max_abs_dlogp"]
+    assert edge["distribution"]["positions"] == edge["tokens"]
+    assert edge["distribution"]["worst_token_id"] == edge["distribution"]["largest"][2] == half
+    assert "token-excess" in {b["limit"] for b in done.verdict["breaches"]}
+    assert f"in the mean token {half} differs most" in " ".join(done.out.split())
+
+
 def test_positions_that_are_off_by_one_everywhere_name_their_side(
     compare: Cli, tmp_path: Path
 ) -> None:

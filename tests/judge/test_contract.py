@@ -84,12 +84,16 @@ OPERATORS = {
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_shipped_limits_leave_room_above_healthy_values(name: str) -> None:
-    """The limits of tokens are those of the law of noise alone; an excess knows the number of
-    tokens; tolerances of operators hold only where no budget does; raw figures have ranges."""
+    """The limits of tokens are those of the law of noise alone, and those of distributions follow
+    from them; an excess knows the number of tokens; tolerances of operators hold only where no
+    budget does; raw figures have ranges."""
     dtype = next(d for d, n in BY_DTYPE.items() if n == name)
     contract = load_contract(name, dtype)
     limits = {x.metric: x for x in contract.limits if not x.of_site}
-    assert limits.keys() == set(LAW_METRICS)
+    of_distributions = {"kl", "reverse_kl", "total_variation", "token_excess"}
+    assert limits.keys() == {*LAW_METRICS, *of_distributions}
+    assert limits["total_variation"].fail <= limits["noise_c"].fail / 2
+    assert limits["kl"].fail == limits["reverse_kl"].fail <= limits["noise_c"].fail ** 2 / 2
     for limit in limits.values():
         assert limit.healthy is None or limit.fail_at(400) >= 1.2 * limit.healthy, limit.id
     largest = limits["excess"]

@@ -82,7 +82,7 @@ GUARDS = {
     ),
     "a limit for more tokens": Guard(
         "judge/verdict.py",
-        *("not any(limit.judges(edge.name, tokens) for limit in limits)", "not limits"),
+        *("not any(applies(x, edge, judged, contract) for x in limits)", "not limits"),
         "judge/test_verdict.py::test_a_limit_that_wants_more_tokens_is_told_and_proves_nothing",
     ),
     "an inconclusive run of two": Guard(

@@ -44,8 +44,21 @@ LAW_WORDS = {
     "noise_c": "c, mean |Δ| / mean (1 − p)",
     "ratio_bias": "|mean ρ − 1| beyond chance",
     "excess": "largest |Δ| / (1 − p), in c",
+    "token_excess": "largest mean |Δ| of a token of the vocabulary, in that of a typical one",
 }
-"""Figures of the law of healthy noise, which are shown where a contract limits them."""
+"""Figures that relate a value to the noise of the run, which are shown where a contract limits
+them."""
+DISTRIBUTION_WORDS = {
+    "kl": "KL(first ‖ second), all tokens of the vocabulary",
+    "reverse_kl": "KL(second ‖ first)",
+    "total_variation": "total variation",
+    "max_abs_dlogp": "max |Δ| of any token of the vocabulary",
+    "top1_disagreement": "share of other most probable tokens",
+    "top20_disagreement": "share of other tokens among the 20 most probable",
+    "worst_token": "largest mean |Δ| of a token",
+    "typical_token": "mean |Δ| of a typical token",
+}
+"""Figures of `results.Distribution`, which are shown where passes keep logits."""
 
 
 def metric_rows(
@@ -66,7 +79,23 @@ def metric_rows(
         for name, words in LAW_WORDS.items()
         if name in of_law
     ]
-    return [*raw, *law]
+    return [*raw, *law, *_distribution_rows(edges, checks)]
+
+
+def _distribution_rows(
+    edges: list[EdgeResult], checks: dict[tuple[str, str], LimitCheck]
+) -> Iterator[tuple[str, list[tuple[str, LimitCheck | None]]]]:
+    """Yields the figures over the whole vocabulary; nothing without logits."""
+    names = {"max_abs_dlogp": "vocabulary_max_abs_dlogp"}
+    if not any(e.distribution and e.distribution.positions for e in edges):
+        return
+    for name, words in DISTRIBUTION_WORDS.items():
+        values = [
+            figure(getattr(e.distribution, name)) if e.distribution is not None else "–"
+            for e in edges
+        ]
+        of_edges = [checks.get((e.name, names.get(name, name))) for e in edges]
+        yield words, list(zip(values, of_edges, strict=True))
 
 
 def _law_value(check: LimitCheck | None) -> str:

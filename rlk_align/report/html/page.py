@@ -10,6 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from rlk_align.judge.verdict import Verdict, headline
+from rlk_align.report.distributions import distribution_sections
 from rlk_align.report.drift import drift_series
 from rlk_align.report.html.drift import drift_figure
 from rlk_align.report.html.logprobs import histogram, largest_bound, metric_rows, noise_floor
@@ -165,6 +166,7 @@ def _charts(source: ReportSource, edge: EdgeResult) -> dict[str, object]:
         "answers": answers(source, edge),
         "edges": [e.name for e in verdict.comparison.edges],
         "metrics": metric_rows(verdict, verdict.comparison.edges),
+        "distributions": list(distribution_sections(verdict.comparison)),
         "drift": drift_figure("drift-chart", f"Drift of {edge.name}", series, linked=True),
         "other_drifts": [_other(source, e) for e in verdict.comparison.edges if e is not edge],
         "heat": operator_heat(operators),
