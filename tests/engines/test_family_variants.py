@@ -8,6 +8,7 @@ from typing import Any
 
 import families_table
 import pytest
+import torch
 from command import Cli, Outcome, require_engine
 from family_models import (
     ALLOWED,
@@ -574,20 +575,41 @@ def test_a_planted_fault_is_named_at_its_operator_and_side(
     assert_named(compared(cli, prompts, model, case.rollout, case.train, *flags), case)
 
 
+CORE = "model.layers.1.self_attn.mla_attn.mla_attn"
+"""The module that decodes with copies of the weight that expands latents, in vLLM's own code."""
+
+
 @pytest.mark.whole_matrix
-@pytest.mark.parametrize("spec", ["hf", "megatron", "vllm", "vllm:kernels=rlk"])
+@pytest.mark.parametrize(
+    ("fault", "spec", "copy"),
+    [
+        *(("latent-stale", spec, "") for spec in ("hf", "megatron")),
+        *(("latent-stale", f"{e}:kernels=rlk", "") for e in ("hf", "fsdp", "megatron", "vllm")),
+        ("latent-stale", "vllm", "has other values than the copy and the other side"),
+        ("copy-stale-latent", "vllm", "has the other side's values: the copy is stale"),
+    ],
+)
 def test_a_stale_weight_of_latents_is_named_before_values_are_compared(
-    cli: Cli, few_prompts: Path, tmp_path: Path, spec: str
+    cli: Cli, few_prompts: Path, tmp_path: Path, fault: str, spec: str, copy: str
 ) -> None:
+    """`copy`: what is said of the parameter beside a copy."""
     require_engine(spec.partition(":")[0])
     model = family_model(tmp_path, "deepseek_v3", **LATENTS_OF_VLLM)
-    planted = f"{spec}{',' if ':' in spec else ':'}fault=latent-stale"
-    rollout, train = (planted, "hf") if spec.startswith("vllm") else ("hf:attn=eager", planted)
+    planted = f"{spec}{',' if ':' in spec else ':'}fault={fault}"
+    side, other = ("rollout", "hf") if spec.startswith("vllm") else ("train", "hf:attn=eager")
+    rollout, train = (planted, other) if side == "rollout" else (other, planted)
+    if copy and torch.cpu._is_amx_tile_supported():
+        done = cli("compare", "--model", model, "--rollout", rollout, "--train", train)
+        assert done.code == 2
+        assert "vLLM keeps packed copies of layers.1.latent_attn alone" in done.err
+        return
     done = compared(cli, few_prompts, model, rollout, train)
     assert done.code == 4, done.out
     assert done.verdict is not None
     (mismatch,) = done.verdict["precheck"]["mismatches"]
-    assert mismatch["name"] == "layers.1.latent_attn"
+    assert (mismatch["kind"], mismatch["name"]) == ("weights", "layers.1.latent_attn")
+    assert mismatch["derived_copy"] == ({side: CORE} if copy else {})
+    assert copy in mismatch["detail"]
 
 
 def assert_named(done: Outcome, case: Planted) -> None:
