@@ -33,7 +33,7 @@ LATENT, ROTATED = 512, 64
 GROUPED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 GREEDY = {
     **{"topk_method": "greedy", "n_group": 1, "topk_group": 1},
-    **{"norm_topk_prob": False, "routed_scaling_factor": 1.0},
+    **{"norm_topk_prob": False, "routed_scaling_factor": 1.0, "num_experts_per_tok": 2},
 }
 """How routers choose: vLLM reads these settings, and transformers has defaults of other values."""
 

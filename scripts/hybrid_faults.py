@@ -32,10 +32,9 @@ TRAINED = {"qwen3_5_text": ROOT / "fixtures" / "hybrid"}
 """Family -> a trained model; of the others the model is random."""
 ENGINES = {
     "": ("vllm", "hf", "fsdp:dp=2"),
-    "two": ("vllm", "hf"),
-    "kernels": ("vllm:kernels=rlk", "hf:kernels=rlk"),
+    "kernels": ("vllm:kernels=rlk", "hf:kernels=rlk", "fsdp:dp=2,kernels=rlk"),
 }
-FAMILIES = {"qwen3_5_text": ("", "kernels"), "granitemoehybrid": ("two",)}
+FAMILIES = {"qwen3_5_text": ("", "kernels"), "granitemoehybrid": ("",)}
 """Family -> its lines of `ENGINES`."""
 LONGEST = {"qwen3_5_text": 200, "granitemoehybrid": 56}
 """The tokens of the longest prompt: more than three chunks."""
@@ -154,7 +153,10 @@ def absent(fault: str, engine: str) -> str:
 TITLES = {
     ("qwen3_5_text", ""): "Gated delta nets, `fixtures/hybrid`, without the kernels",
     ("qwen3_5_text", "kernels"): "The same, with the kernels in both engines",
-    ("granitemoehybrid", "two"): "State-space models, a random `granitemoehybrid` of four layers",
+    (
+        "granitemoehybrid",
+        "",
+    ): "State-space models, a random `granitemoehybrid` of four sparse layers",
 }
 
 

@@ -500,6 +500,12 @@ FAULTY = [
         # Its scan has no norm.
         if family != "falcon_h1" or of.site != "layers.1.mamba_norm"
     ),
+    # A shared expert beside the block of experts.
+    *(
+        planted("granitemoehybrid", fault)
+        for planted in (in_hf, in_vllm)
+        for fault in ("residual-shared-left-out", "shared-expert-weak", "expert-flipped")
+    ),
     # Keys that are not multiplied.
     in_hf("falcon_h1", "rope-key-multiplier-left-out"),
     in_vllm("falcon_h1", "rope-key-multiplier-left-out"),

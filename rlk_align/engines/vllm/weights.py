@@ -60,8 +60,8 @@ def _beside_products(
     """The canonical parameter in a parameter of no product. vLLM expands latents in a prefill by
     one, and decodes with copies of it: if these have other values, they are the value."""
     (held,) = canonical([entry], partial(live_parameter, model), gather)
-    attention, _, name = entry.name.rpartition(".kv_b_proj.")
-    core = core_of(model.get_submodule(attention)) if name else None
+    attention, expands, _ = entry.name.partition(".kv_b_proj.")
+    core = core_of(model.get_submodule(attention)) if expands else None
     if copies := absorbed(core):
         (used,) = canonical([entry], lambda _: copies.whole(), gather)
         if not torch.equal(used.value, held.value):
