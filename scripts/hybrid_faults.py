@@ -32,9 +32,10 @@ TRAINED = {"qwen3_5_text": ROOT / "fixtures" / "hybrid"}
 """Family -> a trained model; of the others the model is random."""
 ENGINES = {
     "": ("vllm", "hf", "fsdp:dp=2"),
+    "two": ("vllm", "hf"),
     "kernels": ("vllm:kernels=rlk", "hf:kernels=rlk", "fsdp:dp=2,kernels=rlk"),
 }
-FAMILIES = {"qwen3_5_text": ("", "kernels"), "granitemoehybrid": ("",)}
+FAMILIES = {"qwen3_5_text": ("", "kernels"), "granitemoehybrid": ("two",)}
 """Family -> its lines of `ENGINES`."""
 LONGEST = {"qwen3_5_text": 200, "granitemoehybrid": 56}
 """The tokens of the longest prompt: more than three chunks."""

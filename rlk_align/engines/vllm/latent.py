@@ -43,9 +43,14 @@ def core_of(attention: Any) -> Any:
     return attention.attn if wrapper is None else wrapper.mla_attn
 
 
+COPIES = ("W_UK_T", "W_UV")
+"""The names of the next in vLLM."""
+
+
 class Absorbed(NamedTuple):
     """The copies of the weight that expands latents with which vLLM multiplies queries and outputs
-    when it decodes."""
+    when it decodes. They are views of the parameter while both have one dtype, so that they follow
+    an update in place, and not one that replaces the parameter's tensor."""
 
     keys: torch.Tensor
     """`[heads, keys, latent]`."""
@@ -60,7 +65,7 @@ class Absorbed(NamedTuple):
 def absorbed(core: Any) -> Absorbed | None:
     """The copies in `core_of` a layer's attention; None without them: the kernels make none, and
     vLLM's kernels for AMX have packed ones alone."""
-    keys, values = (getattr(core, name, None) for name in ("W_UK_T", "W_UV"))
+    keys, values = (getattr(core, name, None) for name in COPIES)
     return None if keys is None or values is None else Absorbed(keys.detach(), values.detach())
 
 
