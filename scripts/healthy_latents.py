@@ -71,7 +71,8 @@ def latent(seed: int) -> ModelSpec:
             more |= {"n_group": 1, "topk_group": 1}
             more["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (layers - dense)
         if family == "deepseek_v3":
-            more |= {"n_group": 4, "topk_group": 2}
+            # Megatron adds up as many scores of a group as a token has experts of it.
+            more |= {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
     return ModelSpec(
         name=f"latent-{seed:02}-{family}-{kind}",
         family=family,

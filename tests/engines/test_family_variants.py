@@ -170,7 +170,12 @@ COMPARED_IN_VLLM = [
 """The families that vLLM computes without the kernels."""
 
 
-@pytest.mark.parametrize("family", [whole(f, default=f == "gemma3_text") for f in COMPARED_IN_VLLM])
+IN_CI = ("gemma3_text", "granitemoehybrid")
+"""Those that the default run compares in vLLM: norms of every kind, and state-space models beside
+experts and a shared one."""
+
+
+@pytest.mark.parametrize("family", [whole(f, default=f in IN_CI) for f in COMPARED_IN_VLLM])
 def test_vllm_and_transformers_are_healthy_or_a_known_fault_is_named(
     cli: Cli, few_prompts: Path, tmp_path: Path, family: str
 ) -> None:

@@ -6,23 +6,19 @@ from pathlib import Path
 import pytest
 from command import Cli, Outcome, command_line, require_engine
 from covering import pairwise
-from family_models import family_model
 from hybrids import CACHED_FAMILIES, behind_a_cached_prefix, cached_tokens, long_prompts
 from pair_models import MODELS
 
 from rlk_align.engines.common.experts import BY_EXPERT
 from rlk_align.engines.vllm.delta_net import HIDDEN_IN_DECODE
-from rlk_align.engines.vllm.mamba import STEPS
 
 CUT = "vllm:max_num_batched_tokens=37,max_num_seqs=3"
-GRANITE = "granitemoehybrid"
-"""State-space models in place of gated delta nets, and chunks of 16."""
 PAIRS = pairwise(
-    ("qwen3_5", "qwen3_next", "qwen3_5_moe", GRANITE),
+    ("qwen3_5", "qwen3_next", "qwen3_5_moe"),
     (CUT, "vllm", "hf"),
     ("fsdp:dp=2", "hf:attn=eager", "hf:batch=4,padding=left"),
 )
-DEFAULT = {("qwen3_5", CUT, "fsdp:dp=2"), (GRANITE, "vllm", "hf:batch=4,padding=left")}
+DEFAULT = {("qwen3_5", CUT, "fsdp:dp=2")}
 """What runs beside the whole matrix; the next test adds a sparse model behind a cached prefix."""
 
 
@@ -41,10 +37,7 @@ def cli(folder: Path) -> Cli:
     return command_line(folder)
 
 
-def assert_healthy(
-    done: Outcome, rollout: str, sparse: bool, steps: tuple[str, ...] = HIDDEN_IN_DECODE
-) -> None:
-    """`steps`: the operators that vLLM does not show when it decodes."""
+def assert_healthy(done: Outcome, rollout: str, sparse: bool) -> None:
     assert done.code == 0, done.out + done.err
     verdict = done.verdict
     assert verdict is not None
@@ -53,7 +46,7 @@ def assert_healthy(
     assert all(of["over_budget"] == [] for of in verdict["divergences"].values())
     assert verdict["edges"]["decode_vs_train"]["tokens"] > 40
     assert verdict["edges"]["decode_vs_train"]["bit_mismatches"] > 0
-    hidden = {*steps, *(BY_EXPERT if sparse else ())} if "vllm" in rollout else set()
+    hidden = {*HIDDEN_IN_DECODE, *(BY_EXPERT if sparse else ())} if "vllm" in rollout else set()
     assert {x["site"].rpartition(".")[2] for x in verdict["coverage"]["unpaired"]} == hidden
     assert verdict["coverage"]["fraction"] == 1
 
@@ -65,17 +58,12 @@ def test_a_pair_is_healthy_at_the_borders_of_chunks(
     cli: Cli, folder: Path, name: str, rollout: str, train: str
 ) -> None:
     require_engine(rollout.partition(":")[0])
-    granite = name == GRANITE
     done = cli(
-        *("compare", "--model"),
-        family_model(folder, name) if granite else MODELS[name].stored(folder, name, "bfloat16"),
+        *("compare", "--model", MODELS[name].stored(folder, name, "bfloat16")),
         *("--prompts", long_prompts(folder, 1), "--max-new-tokens", 12),
         *("--rollout", rollout, "--train", train, "--run-dir", folder / "run"),
     )
-    if granite:
-        assert_healthy(done, rollout, sparse=True, steps=STEPS)
-    else:
-        assert_healthy(done, rollout, MODELS[name].sparse)
+    assert_healthy(done, rollout, MODELS[name].sparse)
 
 
 @pytest.mark.whole_matrix
