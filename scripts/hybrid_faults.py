@@ -30,6 +30,8 @@ PAGE = ROOT / "docs" / "hybrid.md"
 BEGIN, END = "<!-- begin: scripts/hybrid_faults.py -->\n", "<!-- end -->\n"
 TRAINED = {"qwen3_5_text": ROOT / "fixtures" / "hybrid"}
 """Family -> a trained model; of the others the model is random."""
+OTHERWISE = {"granitemoehybrid": {"num_local_experts": 0}}
+"""Family -> the settings of its random model in which it differs from that of the tests."""
 ENGINES = {
     "": ("vllm", "hf", "fsdp:dp=2"),
     "two": ("vllm", "hf"),
@@ -49,7 +51,7 @@ OF_DETECTION = (
 
 
 def model_of(family: str, folder: Path) -> Path:
-    return TRAINED.get(family) or family_model(folder, family)
+    return TRAINED.get(family) or family_model(folder, family, **OTHERWISE.get(family, {}))
 
 
 def faults_in(model: Path, kernels: bool) -> list[str]:
@@ -154,7 +156,7 @@ def absent(fault: str, engine: str) -> str:
 TITLES = {
     ("qwen3_5_text", ""): "Gated delta nets, `fixtures/hybrid`, without the kernels",
     ("qwen3_5_text", "kernels"): "The same, with the kernels in both engines",
-    ("granitemoehybrid", "two"): "State-space models, a random `granitemoehybrid` of four layers",
+    ("granitemoehybrid", "two"): "State-space models, a random dense `granitemoehybrid`",
 }
 
 

@@ -52,7 +52,16 @@ def check_weights(rollout: Trace, train: Trace) -> list[Mismatch]:
             old = train.record.old_weights.get(name, "")
             detail = "; ".join(filter(None, [detail, old]))
             mismatches.append(_mismatch(a[name], b[name], ranks, detail))
+        elif _expands_by_another(name, mine, theirs):
+            mismatches.append(_mismatch(a[name], b[name], [], ""))
     return mismatches
+
+
+def _expands_by_another(name: str, a: Weight, b: Weight) -> bool:
+    """Whether a side whose copy is right expands latents in prefills by a parameter with other
+    values."""
+    operator = OPERATORS.get(name.rpartition(".")[2])
+    return operator is not None and operator.formula == "latent_attention" and bool(a.held + b.held)
 
 
 def cast_sides(rollout: Trace, train: Trace) -> dict[SideName, str]:

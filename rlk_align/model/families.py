@@ -9,6 +9,7 @@ from rlk_align.errors import ModelError
 from rlk_align.model.config_keys import PAGE
 from rlk_align.model.family import Family
 from rlk_align.model.layers import (
+    beside_shared_expert,
     beside_state_space,
     corrected_mixture,
     dense,
@@ -77,6 +78,12 @@ _SCALED: dict[str, Any] = {
     },
 }
 """What Granite's multipliers add to a family."""
+_GRANITE_EXPERTS = ExpertSettings("intermediate_size", norm_topk=True)
+_GRANITE_ROUTER = "block_sparse_moe.router.layer"
+_GRANITE_STACKS = Stacks(
+    gate_up="block_sparse_moe.input_linear.weight",
+    down="block_sparse_moe.output_linear.weight",
+)
 _NOT_MEASURED = "no test has compared it there"
 _STATE_SPACE = {
     **{"delta_key_heads": "mamba_n_groups", "delta_heads": "mamba_n_heads"},
@@ -170,7 +177,7 @@ FAMILIES = {
     ),
     "smollm3": Family(
         backend=True,
-        layer=partly_rotated,
+        layer=partly_rotated(),
         defaults={"no_rope_layer_interval": 4, "tie_word_embeddings": True},
         settings=("no_rope_layers",),
         unrotated=_no_rope_layers,
@@ -301,39 +308,37 @@ FAMILIES = {
     "granite": Family(layer=scaled_residuals(), refused={"megatron": _MULTIPLIES}, **_SCALED),
     "granitemoe": Family(
         layer=scaled_residuals(mixture()),
-        experts=ExpertSettings("intermediate_size", norm_topk=True),
-        modules={"router": "block_sparse_moe.router.layer"},
-        stacks=Stacks(
-            gate_up="block_sparse_moe.input_linear.weight",
-            down="block_sparse_moe.output_linear.weight",
-        ),
+        experts=_GRANITE_EXPERTS,
+        modules={"router": _GRANITE_ROUTER},
+        stacks=_GRANITE_STACKS,
         refused={"megatron": _MULTIPLIES},
         **_SCALED,
     ),
     "granitemoehybrid": Family(
-        layer=scaled_residuals(state_space(partly_rotated)),
+        layer=beside_shared_expert(scaled_residuals(state_space(partly_rotated(mixture())))),
         state_space=_STATE_SPACE,
+        experts=replace(_GRANITE_EXPERTS, shared="shared_intermediate_size", optional=True),
+        stacks=_GRANITE_STACKS,
         inner="shared_intermediate_size",
         unrotated=_unless_rope,
         biases={"conv": "mamba_conv_bias"},
-        settings=(
-            # A config without experts states their size and number too.
-            *("position_embedding_type", "intermediate_size", "num_experts_per_tok"),
-            # The last is the order of sums.
-            *("mamba_expand", "mamba_proj_bias", "mamba_chunk_size"),
-        ),
+        # The last is the order of sums.
+        settings=("position_embedding_type", "mamba_expand", "mamba_proj_bias", "mamba_chunk_size"),
         values={
             **{"normalization_function": ("rmsnorm",), "mamba_proj_bias": (False,)},
             "time_step_limit": _NO_LIMIT,
         },
-        uncovered={"num_local_experts": 8},
         modules={
             **{"conv": "mamba.conv1d", "out_proj": "mamba.out_proj"},
-            "down_proj": "shared_mlp.output_linear",
+            **dict.fromkeys(("down_proj", "shared_down_proj"), "shared_mlp.output_linear"),
+            "router": _GRANITE_ROUTER,
         },
         fused={
             "mamba.in_proj": ("z", "xbc_in", "dt_in"),
-            "shared_mlp.input_linear": ("gate_proj", "up_proj"),
+            # The one MLP of a dense model, and the shared expert of a sparse one.
+            "shared_mlp.input_linear": (
+                *("gate_proj", "up_proj", "shared_gate_proj", "shared_up_proj"),
+            ),
         },
         vllm_on_one_rank="its ranks share the channels of a convolution",
         refused=_WITH_STATE_SPACES,
@@ -343,6 +348,7 @@ FAMILIES = {
             | {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256}
             | {"mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2}
             | {"mamba_conv_bias": True, "shared_intermediate_size": 1024}
+            | {"num_local_experts": 8}
         },
     ),
     "falcon_h1": Family(

@@ -98,7 +98,8 @@ class Family:
     modules: Mapping[str, str] = field(default_factory=dict)
     """Operator -> the module of its parameters, where it is not the catalogue's."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Module of a layer in the checkpoint -> the operators whose weights are its rows, in order."""
+    """Module of a layer in the checkpoint -> the operators whose weights are its rows, in order;
+    those that no layer of a model has are left out."""
     by_key_head: bool = False
     """Whether these rows belong to the first head of keys, with its heads of values, then to the
     second, and so on."""

@@ -176,7 +176,7 @@ def parallel(shape: LayerShape, layer: int) -> tuple[str, ...]:
         "mlp_residual": "parallel_residual",
     }
     absent = ("mlp_norm", "attn_residual")
-    every = partly_rotated(shape, layer)
+    every = partly_rotated()(shape, layer)
     return tuple(replaced.get(op, op) for op in every if op not in absent)
 
 
@@ -187,10 +187,28 @@ def normed_after_rotation(shape: LayerShape, layer: int) -> tuple[str, ...]:
     return (*every[:at], "rotated_q_norm", "rotated_k_norm", *every[at:])
 
 
-def partly_rotated(shape: LayerShape, layer: int) -> tuple[str, ...]:
-    """Dense layers, in some of which q and k are not rotated (NoPE)."""
-    rotations = ("q_rope", "k_rope") if layer in shape.unrotated_layers else ()
-    return tuple(op for op in DENSE(shape, layer) if op not in rotations)
+def partly_rotated(layers: LayerOperators = DENSE) -> LayerOperators:
+    """Layers, in some of which q and k are not rotated (NoPE). `layers`: those to change."""
+
+    def operators(shape: LayerShape, layer: int) -> tuple[str, ...]:
+        rotations = ("q_rope", "k_rope") if layer in shape.unrotated_layers else ()
+        return tuple(op for op in layers(shape, layer) if op not in rotations)
+
+    return operators
+
+
+def beside_shared_expert(layers: LayerOperators) -> LayerOperators:
+    """Layers that add the row of a shared expert, which is beside the block of experts, to the sum
+    of the block, and multiply both before they are added to the residual stream. `layers`: those
+    to change, of which the sparse ones have the block alone."""
+
+    def operators(shape: LayerShape, layer: int) -> tuple[str, ...]:
+        every = layers(shape, layer)
+        if layer not in shape.sparse_layers:
+            return every
+        return (*every[:-1], *_SHARED, "shared_mlp_residual")
+
+    return operators
 
 
 _GATED = {"q_proj": "gated_q_proj", "q_norm": "gated_q_norm"}
@@ -249,7 +267,7 @@ def beside_state_space(shape: LayerShape, layer: int) -> tuple[str, ...]:
 def one_part(shape: LayerShape, layer: int) -> tuple[str, ...]:
     """Layers with one part each: a state-space model, an attention, of which some do not rotate q
     and k, or an MLP without a gate."""
-    every = state_space(partly_rotated)(shape, layer)
+    every = state_space(partly_rotated())(shape, layer)
     at = every.index("mlp_norm")
     if layer not in shape.mlp_layers:
         return every[:at]

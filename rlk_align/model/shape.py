@@ -118,9 +118,14 @@ class ModelShape:
             yield None, OPERATORS[name]
 
     @property
+    def fused(self) -> dict[str, tuple[str, ...]]:
+        """Module of a layer in the checkpoint -> the operators of this model in it, in order."""
+        return {m: tuple(filter(self.has, ops)) for m, ops in self.family.fused.items()}
+
+    @property
     def fused_rows(self) -> dict[str, tuple[FusedRows, ...]]:
         """Module of a layer in the checkpoint -> the rows of its operators, in stored order."""
-        return {m: tuple(self._fused(ops)) for m, ops in self.family.fused.items()}
+        return {m: tuple(self._fused(ops)) for m, ops in self.fused.items()}
 
     def _fused(self, ops: Sequence[str]) -> Iterator[FusedRows]:
         if not self.family.by_key_head:

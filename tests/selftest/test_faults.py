@@ -45,6 +45,9 @@ HYBRID = dataclasses.replace(
     SHAPE, model_type="qwen3_5_text", delta_layers=(0, 1, 2), delta_key_heads=2, delta_heads=4
 )
 STATE_SPACE = dataclasses.replace(HYBRID, model_type="granitemoehybrid", unrotated_layers=(3,))
+BESIDE = dataclasses.replace(
+    SHARED, model_type="granitemoehybrid", delta_layers=(0, 1), delta_key_heads=2, delta_heads=4
+)
 VALUES_OF_KEYS: dict[str, Any] = {
     **{"wide_layers": (3,), "wide_head_dim": 64, "wide_kv_heads": 1, "keys_are_values": True},
 }
@@ -323,7 +326,7 @@ def test_the_catalogue_is_whole() -> None:
     shapes = [dataclasses.replace(SHAPE, model_type=kind) for kind in kinds]
     shapes.append(dataclasses.replace(SHAPE, model_type="smollm3", unrotated_layers=(3,)))
     shapes.append(dataclasses.replace(shapes[kinds.index("gemma4_text")], **VALUES_OF_KEYS))
-    shapes += [GATED, SUNK, HYBRID, STATE_SPACE, LATENT]
+    shapes += [GATED, SUNK, HYBRID, STATE_SPACE, LATENT, BESIDE]
     variants = [{s.name: s for s in model_sites(shape)} for shape in shapes]
     for name, fault in FAULTS.items():
         sites = SPARSE_SITES if fault.sparse else dense

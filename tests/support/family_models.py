@@ -47,7 +47,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "granitemoehybrid": {
         **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.4},
-        **{"logits_scaling": 6.0, "num_local_experts": 0, "shared_intermediate_size": 256},
+        **{"logits_scaling": 6.0, "num_local_experts": 8, "num_experts_per_tok": 3},
+        **{"intermediate_size": 96, "shared_intermediate_size": 256},
         **{"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_chunk_size": 16},
         **{"layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"]},
         **{"position_embedding_type": "nope", "tie_word_embeddings": True},

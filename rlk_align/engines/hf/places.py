@@ -46,7 +46,7 @@ def hf_places(model: Any, shape: ModelShape) -> Iterator[Place]:
                 first = shape.family.heads_first and op in ("q_norm", "k_norm")
                 access = HEADS_FIRST if first else FIRST
                 yield Place(sites=(f"layers.{i}.{op}",), module=f"{here}.{path}", access=access)
-        for path, ops in shape.family.fused.items():
+        for path, ops in shape.fused.items():
             if path in modules:
                 rows = tuple(f"layers.{i}.{op}" for op in ops)
                 layout = of_fused(f"layers.{i}", path, shape)

@@ -1,7 +1,7 @@
 """Latent attention in vLLM (MLA): where its operators are, and the weight that expands latents."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,6 +41,32 @@ def core_of(attention: Any) -> Any:
     """The attention inside a layer's, which has the scale and the cache."""
     wrapper = getattr(attention, "mla_attn", None)
     return attention.attn if wrapper is None else wrapper.mla_attn
+
+
+COPIES = ("W_UK_T", "W_UV")
+"""The names of the next in vLLM."""
+
+
+class Absorbed(NamedTuple):
+    """The copies of the weight that expands latents with which vLLM multiplies queries and outputs
+    when it decodes. They are views of the parameter while both have one dtype, so that they follow
+    an update in place, and not one that replaces the parameter's tensor."""
+
+    keys: torch.Tensor
+    """`[heads, keys, latent]`."""
+    values: torch.Tensor
+    """`[heads, latent, values]`."""
+
+    def whole(self) -> torch.Tensor:
+        """`[heads * (keys + values), latent]`, in the checkpoint's layout."""
+        return torch.cat([self.keys, self.values.mT], 1).flatten(0, 1)
+
+
+def absorbed(core: Any) -> Absorbed | None:
+    """The copies in `core_of` a layer's attention; None without them: the kernels make none, and
+    vLLM's kernels for AMX have packed ones alone."""
+    keys, values = (getattr(core, name, None) for name in COPIES)
+    return None if keys is None or values is None else Absorbed(keys.detach(), values.detach())
 
 
 def expanding_weight(attention: Any) -> torch.Tensor:

@@ -99,9 +99,9 @@ def _unfused_places(model: Any, shape: ModelShape, tp: int, sparse: Sparse) -> I
         for module, ops in fused.items():
             if module in modules:
                 yield place(module, *(op for op in ops if op not in absent))
-        for stored in shape.family.fused.keys() - fused.keys():
-            if (module := _renamed(stored, inner)) in modules:
-                yield place(module, *shape.family.fused[stored])
+        for stored, ops in shape.fused.items():
+            if stored not in fused and (module := _renamed(stored, inner)) in modules:
+                yield place(module, *ops)
         if "scan" in operators:
             path = f"model.layers.{i}.{mamba_path(layer)}"
             yield from mamba_places(model, f"layers.{i}", path, shape)
@@ -114,10 +114,11 @@ def _unfused_places(model: Any, shape: ModelShape, tp: int, sparse: Sparse) -> I
         if any(OPERATORS[op].site == "attn_residual" for op in operators):
             yield place(paths.get("mlp_norm", "mlp"), "attn_residual", end="input")
         block = sparse(i)
-        if block is None:
-            yield place(paths["down_proj"], "act", end="input")
-        else:
+        if block is not None:
             yield from block
+        for act, down in (("act", "down_proj"), ("shared_act", "shared_down_proj")):
+            if act in operators:
+                yield place(paths[down], act, end="input")
         yield rescaled(place("", "mlp_residual"), operators)
     yield Place(sites=("final_norm",), module=final_norm_path(shape))
     yield Place(
@@ -175,9 +176,10 @@ def _block_places(
     yield Place(sites=(f"{name}.router",), module=f"{here}.{router_path(block)}")
     yield from _sparse_places(here, name, shape, tp if kernels else 0)
     paths = layer_modules(shape.family.layer(shape, layer), shape.family.modules)
-    if "shared_down_proj" not in paths:
+    shared, _, down = f"model.{name}.{paths.get('shared_down_proj', '')}".rpartition(".")
+    if down != "down_proj":
+        # The layer has none, or has it beside the block.
         return
-    shared = f"model.{name}.{paths['shared_down_proj'].removesuffix('.down_proj')}"
 
     def place(module: str, *ops: str, unexposed: str = "") -> Place:
         sites = tuple(f"{name}.{op}" for op in ops)

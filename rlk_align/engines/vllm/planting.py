@@ -27,7 +27,7 @@ from rlk_align.engines.vllm import mamba_changes
 from rlk_align.engines.vllm.delta_changes import change_convolution, change_rule
 from rlk_align.engines.vllm.delta_net import convolution_weight, delta_nets
 from rlk_align.engines.vllm.experts import replace_choice, sparse_blocks
-from rlk_align.engines.vllm.latent import core_of
+from rlk_align.engines.vllm.latent import COPIES, absorbed, core_of
 from rlk_align.engines.vllm.latent_changes import change_core
 from rlk_align.engines.vllm.parallel import tensor_parallel
 from rlk_align.engines.vllm.places import adds_in_norms, sliding_window, vllm_places
@@ -135,6 +135,21 @@ class VLLMOperators(FusedOperators):
                     f"vLLM keeps packed copies of {site} alone: no fault is planted there"
                 )
         super().change_weight(site, change)
+
+    def change_copy(self, site: str, change: Formula) -> None:
+        at = self.sites[site]
+        if at.operator.formula != "latent_attention":
+            super().change_copy(site, change)
+            return
+        core = core_of(attention_of(self._layer(at.layer or 0)))
+        if absorbed(core) is None:
+            raise BadOption(f"vLLM keeps packed copies of {site} alone: no fault is planted there")
+        by_head = change(self.parameter(site)).unflatten(0, (self.shape.heads, -1))
+        keys, values = by_head.split([self.shape.unrotated_width, self.shape.value_width], 1)
+        # They may be views of the parameter, which stays.
+        for name, new in zip(COPIES, (keys, values.mT), strict=True):
+            self.callback(setattr, core, name, getattr(core, name))
+            setattr(core, name, torch.nn.Parameter(new.contiguous(), requires_grad=False))
 
     def _latent_attention(self, layer: int, formula: Formula) -> None:
         core = core_of(attention_of(self._layer(layer)))

@@ -1,6 +1,6 @@
 """The live parameters of a vLLM decoder, as canonical ones."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from rlk_align.engines.common.weights import Parameter, canonical, parameters
 from rlk_align.engines.process.ranks import Ranks, all_gather
 from rlk_align.engines.vllm.delta_net import as_computed, convolution_weight
 from rlk_align.engines.vllm.experts import expert_weights
-from rlk_align.engines.vllm.latent import expanding_weight
+from rlk_align.engines.vllm.latent import absorbed, core_of, expanding_weight
 from rlk_align.engines.vllm.lora import without_adapter
 from rlk_align.engines.vllm.mamba import a_log
 from rlk_align.engines.vllm.places import vllm_places
@@ -49,8 +49,25 @@ def vllm_weights(model: Any, shape: ModelShape, ranks: Ranks) -> Iterator[LivePa
         parameter = replace(parameter, value=a_log(model, parameter.name, parameter.value))
         yield as_computed(model, parameter)
     yield from fp8_weights(model, shape)
-    yield from canonical(others, partial(live_parameter, model), gather)
+    for entry in others:
+        yield from _beside_products(entry, model, gather)
     yield from expert_weights(model, shape, ranks)
+
+
+def _beside_products(
+    entry: Parameter, model: Any, gather: Callable[[torch.Tensor], list[torch.Tensor]]
+) -> Iterator[LiveParameter]:
+    """The canonical parameter in a parameter of no product. vLLM expands latents in a prefill by
+    one, and decodes with copies of it: if these have other values, they are the value."""
+    (held,) = canonical([entry], partial(live_parameter, model), gather)
+    attention, expands, _ = entry.name.partition(".kv_b_proj.")
+    core = core_of(model.get_submodule(attention)) if expands else None
+    if copies := absorbed(core):
+        (used,) = canonical([entry], lambda _: copies.whole(), gather)
+        if not torch.equal(used.value, held.value):
+            module = next(path for path, each in model.named_modules() if each is core)
+            held = replace(used, derived=module, held=held.value)
+    yield held
 
 
 def product_method(model: Any, path: str) -> Method:

@@ -427,8 +427,15 @@ class Reference:
     def _residual(
         self, site: Site, stream: torch.Tensor, branch: torch.Tensor, *more: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | float]:
-        """The stream plus a branch or two, of which engines may add either to it first."""
-        branch = branch * self._multiplier(site)
+        """The stream plus a branch or two, of which engines may add either to it first, unless a
+        number of the config multiplies the sum of both."""
+        factor = self._multiplier(site)
+        if more and site.operator.multiplier:
+            both = branch + more[0]
+            of_sum = rounding_variance(both, self.dtype) * factor**2
+            branch = both * factor
+            return stream + branch, of_sum + rounding_variance(branch, self.dtype)
+        branch = branch * factor
         out = sum(more, stream + branch)
         if site.operator.weight:
             # Every engine rounds the sum and its product alike. The errors of a product by one

@@ -45,6 +45,19 @@ LATENT = {
         mismatch="layers.1.latent_attn",
         needs="variant",
     ),
+    "copy-stale-latent": Fault(
+        _ATTENTION,
+        "queries and outputs of a decode step are multiplied by copies of the weight that expands "
+        "latents from before the last update",
+        "linear:stale_weight",
+        Strength("change of the update, as a share of the weights", 0.02, (1e-3, 0.02)),
+        engines=("vllm",),
+        not_beside_kernels={"vllm": "the kernels read the weight in each pass, and keep no copy"},
+        kind="copies",
+        expected="precheck",
+        mismatch="layers.1.latent_attn",
+        needs="variant",
+    ),
     "latent-norm-eps": Fault(
         ("layers.2.kv_a_norm",),
         "a number is added to the epsilon of the latent's norm",

@@ -259,6 +259,13 @@ RESIDUALS = {
         needs="variant",
         operator="scaled_attn_residual",
     ),
+    "residual-shared-left-out": Fault(
+        ("layers.2.mlp_residual",),
+        "the row of a shared expert beside the block of experts is not added",
+        "elementwise:second_branch_left_out",
+        needs="variant",
+        operator="shared_mlp_residual",
+    ),
     "residual-scale-left-out": Fault(
         ("layers.2.mlp_residual",),
         "the layer's own multiplier of the residual stream is left out",

@@ -147,19 +147,30 @@ def other_beta(unit: Unit, strength: float) -> torch.Tensor:
     return gate * torch.sigmoid((1.0 + strength) * gate) * up
 
 
+def _branch(unit: Unit) -> torch.Tensor:
+    """What a residual add adds to the stream: the sum of its branches, multiplied."""
+    branch, *more = (x.float() for x in unit.inputs[1:])
+    return unit.multiplier * sum(more, branch)
+
+
 def stream_twice(_: float) -> Formula:
     """2 stream + branch."""
-    return lambda unit: 2.0 * unit.inputs[0].float() + unit.inputs[1].float()
+    return lambda unit: 2.0 * unit.inputs[0].float() + _branch(unit)
 
 
 def stream_left_out(_: float) -> Formula:
     """branch."""
-    return lambda unit: unit.inputs[1]
+    return _branch
 
 
 def branch_scaled(strength: float) -> Formula:
     """stream + (1 + strength) branch."""
-    return lambda unit: unit.inputs[0].float() + (1.0 + strength) * unit.inputs[1].float()
+    return lambda unit: unit.inputs[0].float() + (1.0 + strength) * _branch(unit)
+
+
+def second_branch_left_out(_: float) -> Formula:
+    """stream + the first of two branches, multiplied."""
+    return lambda unit: unit.inputs[0].float() + unit.multiplier * unit.inputs[1].float()
 
 
 def input_not_multiplied(_: float) -> Formula:
@@ -170,7 +181,7 @@ def input_not_multiplied(_: float) -> Formula:
 def multiplier_left_out(_: float) -> Formula:
     """stream + branch, or the output before it is multiplied."""
     return lambda unit: (
-        unit.inputs[0].float() + unit.inputs[1].float()
+        sum((x.float() for x in unit.inputs[1:]), unit.inputs[0].float())
         if len(unit.inputs) > 1
         else unit.result.float() / unit.multiplier
     )
