@@ -486,7 +486,7 @@ class Mismatch(Result):
     """Whether it stops the comparison unless the user allows it."""
 
 
-class Distribution(Result):
+class SamplingDistribution(Result):
     """The distribution that the log-probs of a side are of: a softmax of the logits."""
 
     temperature: float
@@ -574,7 +574,7 @@ class Comparison(Result):
     casts: dict[SideName, str] = {}
     """Side -> the dtype to which its weights are the other side's, rounded; without sides whose
     weights are not rounded."""
-    distributions: dict[SideName, Distribution] = {}
+    distributions: dict[SideName, SamplingDistribution] = {}
     """Side -> the distribution of its log-probs, for each side that states it; empty in a run of an
     older version."""
     quantised: dict[SideName, list[Quantisation]] = {}

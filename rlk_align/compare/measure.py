@@ -8,7 +8,6 @@ import numpy as np
 import pyarrow as pa
 
 from rlk_align.compare.controls import check_controls, paired_logprobs
-from rlk_align.compare.distributions import distributions
 from rlk_align.compare.divergence import Edge, Side, compare_edges
 from rlk_align.compare.edge_rows import NO_ROWS, rows_table
 from rlk_align.compare.expert_choice import Routers
@@ -16,6 +15,7 @@ from rlk_align.compare.metrics import edge_metrics
 from rlk_align.compare.parity import check_parity
 from rlk_align.compare.parity_quantised import quantised_sides
 from rlk_align.compare.parity_weights import cast_sides
+from rlk_align.compare.sampling_distribution import distributions
 from rlk_align.model.dtypes import lower_precision
 from rlk_align.model.edges import EDGE_ENDS, passes_for
 from rlk_align.model.sites import RowIndex, model_sites

@@ -8,8 +8,8 @@ from rlk_align.interval import Estimate
 from rlk_align.logs.diagnose.explain import Breach, Explanation
 from rlk_align.logs.diagnose.record import Diagnosis, Name, Token
 from rlk_align.logs.dumps.record import Sampling
-from rlk_align.report.distribution_words import softmax_words
 from rlk_align.report.document import DataTable, Document, Fact, Section
+from rlk_align.report.sampling_distribution import softmax_words
 
 MEANING: dict[Name, str] = {
     "vacuous": "There is nothing to compare.",

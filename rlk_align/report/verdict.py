@@ -20,12 +20,12 @@ from rlk_align.judge.verdict import (
 )
 from rlk_align.judge.wording import why_legitimate
 from rlk_align.probe.record import Probe
-from rlk_align.report.distribution_words import sides_words
 from rlk_align.report.distributions import distribution_sections
 from rlk_align.report.document import DataTable, Document, Entry, Fact, Section, Tone
 from rlk_align.report.document_markdown import document_markdown
 from rlk_align.report.probe_units import probe_section
 from rlk_align.report.routing_words import replay_lines, routing_lines
+from rlk_align.report.sampling_distribution import sides_words
 from rlk_align.report.source import ReportSource
 from rlk_align.report.words import (
     EDGE_FIGURES,

@@ -21,9 +21,9 @@ from rlk_align.judge.wording import how_off
 from rlk_align.probe.attribution_record import Contribution
 from rlk_align.probe.record import Probe, ProbedEdge
 from rlk_align.probe.unit_record import Unit
-from rlk_align.report.distribution_words import distribution_words
 from rlk_align.report.probe_units import probed_units
 from rlk_align.report.routing_words import routing_json
+from rlk_align.report.sampling_distribution import distribution_words
 from rlk_align.report.source import ReportSource
 from rlk_align.results import Comparison, EdgeResult, Noise
 

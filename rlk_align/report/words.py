@@ -7,7 +7,7 @@ from pathlib import Path
 from rlk_align.judge.checks import LimitCheck, quantised_between
 from rlk_align.judge.verdict import OverBudget, Verdict, cause_of, headline, over_budget
 from rlk_align.judge.wording import how_off, why_legitimate
-from rlk_align.report.distribution_words import sides_words, stopped_by_distributions
+from rlk_align.report.sampling_distribution import sides_words, stopped_by_distributions
 from rlk_align.results import (
     CodePlace,
     Comparison,

@@ -12,11 +12,14 @@ from report_runs import report_run
 
 from rlk_align.judge.load import load_contract
 from rlk_align.report.verdict_json import too_few_json
-from rlk_align.results import Distribution, GraphReplays, Mismatch, ProductionPass
+from rlk_align.results import GraphReplays, Mismatch, ProductionPass, SamplingDistribution
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/verdict.schema.json").read_text("utf-8"))
 RUNS: dict[str, dict[str, Any]] = {
-    "healthy": {"probed": False, "distributions": {"rollout": Distribution(temperature=0.7)}},
+    "healthy": {
+        "probed": False,
+        "distributions": {"rollout": SamplingDistribution(temperature=0.7)},
+    },
     "failing": {"over": ["layers.1.act"], "nan": ["layers.0.act"]},
     "production": {
         "production": metrics(),

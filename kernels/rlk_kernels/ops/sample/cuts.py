@@ -6,6 +6,9 @@ without a sort, in two phases: the first lets top_k columns through, the second 
 In both, each column has a weight (1, or its mass), and the cut is the first column at which the
 running sum of weights reaches a need.
 
+    list    sums the masses of all columns, as exact integers, and lists the columns above the first
+            value of the guides, below which no more than half of the mass lies that top_p drops. If
+            the list has room for them, as it does for most models, nothing else is read.
     guide   (twice) sums the weights above 15 values between the bounds, in fp32, and the bounds
             close in on the two values around the need. Counts are exact. Sums of masses have an
             error far below SLACK, by which the bounds keep away from the need: so the cut lies
@@ -27,16 +30,23 @@ from rlk_kernels.ops.sample.walk_kernels import MASS, divided, is_kept
 
 LISTED = 4096
 """The most listed columns of a row."""
-CHUNK, DECIDING_WARPS = 1024, 8
+CHUNK, DECIDING_WARPS = 512, 8
 """Columns of a step of `decide`."""
+PART, GUIDING_WARPS = 1024, 1
+"""Columns of a step of `guide`."""
 SUMS = tl.constexpr(16)
 SLACK = tl.constexpr(6.1035e-5)
 LEAST = tl.constexpr(-3.4028234663852886e38)
 COLUMN_BITS = tl.constexpr(24)
 LAST_COLUMN = tl.constexpr((1 << 24) - 1)
 MOST_LISTED = tl.constexpr(LISTED)
-DIGITS = tl.constexpr(14)
-"""Of four bits, in 32 bits of a logit and COLUMN_BITS."""
+LOGIT_DIGITS, DIGITS = tl.constexpr(8), tl.constexpr(14)
+"""Of four bits, in 32 bits of a logit, and with COLUMN_BITS."""
+
+
+def column_digits(columns: int) -> int:
+    """The digits of four bits in which the numbers of columns differ."""
+    return max(1, -(-(columns - 1).bit_length() // 4))
 
 
 @triton.jit
@@ -81,7 +91,7 @@ def _start_kernel(
     if HAS_P:
         top_p = tl.load(top_p_ptr + row)
         top_p = tl.where(draws & (top_p < 1.0), top_p, 1.0)
-        tail = tl.maximum(1.0 - top_p, 1e-7) / V
+        tail = 0.5 * tl.maximum(1.0 - top_p, 1e-7) / V
         near = temperature * LN2 * (n + tl.log2(s) + tl.log2(tail))
         at = bounds_ptr + (3 * T + row) * 4
         _store_bounds(at, float("-inf"), tl.maximum(floor, tl.minimum(near, top)), top)
@@ -114,14 +124,12 @@ def _value(start, high, step):
 @triton.jit
 def _narrowed(sums_ptr, nodes, low, start, high, bottom, need, NODES: tl.constexpr,
               COUNT: tl.constexpr):  # fmt: skip
-    """The bounds after the sums of a guide."""
+    """The bounds after the sums of a guide, for a need in the unit of these sums."""
     i = tl.arange(0, SUMS)[None, :]
     block = tl.arange(0, NODES)[:, None]
     sums = tl.load(sums_ptr + block * SUMS + i, mask=block < nodes, other=0.0)
     w = tl.sum(sums, 0)
     i = tl.arange(0, SUMS)
-    if not COUNT:
-        need = need * tl.sum(tl.where(i == 0, w, 0.0), 0)
     value = _value(start, high, (i - 1).to(tl.float32) * 0.0625)
     slack = 0.0 if COUNT else SLACK
     enough, few = w >= need * (1.0 + slack), w < need * (1.0 - slack)
@@ -136,15 +144,18 @@ def _narrowed(sums_ptr, nodes, low, start, high, bottom, need, NODES: tl.constex
 
 
 @triton.jit
-def _need(ks_ptr, ps_ptr, row, COUNT: tl.constexpr):
-    """(the need of a guide, whether the row is in this phase)."""
+def _need(ks_ptr, ps_ptr, counters_ptr, row, COUNT: tl.constexpr):
+    """(the need of a guide, whether the row is in this phase, whether the list has all that it
+    needs)."""
     if COUNT:
         top_k = tl.load(ks_ptr + row)
-        need, active = top_k.to(tl.float32), top_k > 0
+        need, active, listed = top_k.to(tl.float32), top_k > 0, False
     else:
-        need = tl.load(ps_ptr + row)
-        active = need < 1.0
-    return need, active
+        top_p = tl.load(ps_ptr + row)
+        active = top_p < 1.0
+        need = top_p * (tl.load(counters_ptr + row * 4 + 2).to(tl.float32) / MASS)
+        listed = tl.load(counters_ptr + row * 4 + 3) <= MOST_LISTED
+    return need, active, listed
 
 
 @triton.jit
@@ -159,18 +170,52 @@ def _exp(x, temperature, n):
 
 
 @triton.jit
-def _guide_kernel(
-    x_ptr, temperature_ptr, roots_ptr, tops_ptr, bottoms_ptr, cuts_ptr, cut_columns_ptr, ks_ptr,
-    ps_ptr, bounds_ptr, sums_ptr, stride_t, T, V, nodes,
-    BLOCK: tl.constexpr, NODES: tl.constexpr, STAGE: tl.constexpr, COUNT: tl.constexpr,
-    OVERLAP: tl.constexpr,
+def _append(list_ptr, first, inside, cols):
+    """Write the columns that are `inside` to a row's list, from place `first` on."""
+    if first < MOST_LISTED:
+        place = first + tl.cumsum(inside, 0) - 1
+        tl.store(list_ptr + place, cols, mask=(inside > 0) & (place < MOST_LISTED))
+
+
+@triton.jit
+def _list_kernel(
+    x_ptr, temperature_ptr, roots_ptr, tops_ptr, cuts_ptr, cut_columns_ptr, ps_ptr, bounds_ptr,
+    counters_ptr, list_ptr, stride_t, V, nodes, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """sums[row, block, i] of STAGE: the weights of the block's candidates above value i; all of
-    them for i = 0."""
+    """counters[row, 2:]: all masses, and the number of columns above the first value."""
     begin_overlapped(OVERLAP)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    need, active = _need(ks_ptr, ps_ptr, row, COUNT)
-    if active:
+    if tl.load(ps_ptr + row) < 1.0:
+        start = tl.load(bounds_ptr + row * 4 + 1)
+        cut, cut_column = tl.load(cuts_ptr + row), tl.load(cut_columns_ptr + row)
+        if tl.load(tops_ptr + row * nodes + block) >= cut:
+            cols = block * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + row * stride_t + cols, mask=cols < V, other=float("-inf"))
+            x = x.to(tl.float32)
+            candidate = is_kept(x, cols, cut, cut_column) & (x > float("-inf"))
+            e = _exp(x, tl.load(temperature_ptr + row), tl.load(roots_ptr + row * 2))
+            at = counters_ptr + row * 4
+            tl.atomic_add(at + 2, tl.sum(tl.where(candidate, (e * MASS).to(tl.int64), 0), 0))
+            inside = (candidate & (x > start)).to(tl.int32)
+            count = tl.sum(inside, 0)
+            if count > 0:
+                first = tl.atomic_add(at + 3, count.to(tl.int64))
+                _append(list_ptr + row * MOST_LISTED, first, inside, cols)
+
+
+@triton.jit
+def _guide_kernel(
+    x_ptr, temperature_ptr, roots_ptr, tops_ptr, bottoms_ptr, cuts_ptr, cut_columns_ptr, ks_ptr,
+    ps_ptr, bounds_ptr, sums_ptr, counters_ptr, stride_t, T, V, nodes,
+    BLOCK: tl.constexpr, NODES: tl.constexpr, WIDTH: tl.constexpr, STAGE: tl.constexpr,
+    COUNT: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """sums[row, block, i] of STAGE: the weights of the block's candidates above value i; for i = 0
+    the number of all of them, or 0."""
+    begin_overlapped(OVERLAP)
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    need, active, is_listed = _need(ks_ptr, ps_ptr, counters_ptr, row, COUNT)
+    if active & (not is_listed):
         low, start, high, listed = _load_bounds(bounds_ptr + row * 4)
         here = row * nodes
         if STAGE == 1:
@@ -183,21 +228,28 @@ def _guide_kernel(
         if listed > MOST_LISTED:
             at = sums_ptr + ((STAGE * T + row) * nodes + block) * SUMS
             cut, cut_column = tl.load(cuts_ptr + row), tl.load(cut_columns_ptr + row)
-            if tl.load(tops_ptr + here + block) >= cut:
-                cols = block * BLOCK + tl.arange(0, BLOCK)
-                x = tl.load(x_ptr + row * stride_t + cols, mask=cols < V, other=float("-inf"))
-                x = x.to(tl.float32)
-                candidate = is_kept(x, cols, cut, cut_column) & (x > float("-inf"))
-                w = candidate.to(tl.float32)
-                if not COUNT:
-                    e = _exp(x, tl.load(temperature_ptr + row), tl.load(roots_ptr + row * 2))
-                    w = tl.where(candidate, e, 0.0)
-                tl.store(at, tl.sum(w, 0))
-                for i in tl.static_range(1, 16):
-                    value = _value(start, high, (i - 1) * 0.0625)
-                    tl.store(at + i, tl.sum(tl.where(x > value, w, 0.0), 0))
-            else:
-                tl.store(at + tl.arange(0, SUMS), tl.zeros((SUMS,), tl.float32))
+            top = tl.load(tops_ptr + here + block)
+            wanted = top >= cut
+            if not COUNT:
+                wanted = wanted & (top > start)
+            i = tl.arange(0, SUMS)
+            sums = tl.zeros((SUMS,), tl.float32)
+            if wanted:
+                temperature, n = tl.load(temperature_ptr + row), tl.load(roots_ptr + row * 2)
+                for first in range(0, BLOCK, WIDTH):
+                    cols = block * BLOCK + first + tl.arange(0, WIDTH)
+                    x = tl.load(x_ptr + row * stride_t + cols, mask=cols < V, other=float("-inf"))
+                    x = x.to(tl.float32)
+                    candidate = is_kept(x, cols, cut, cut_column) & (x > float("-inf"))
+                    w = candidate.to(tl.float32)
+                    if COUNT:
+                        sums += tl.where(i == 0, tl.sum(w, 0), 0.0)
+                    else:
+                        w = tl.where(candidate, _exp(x, temperature, n), 0.0)
+                    for j in tl.static_range(1, 16):
+                        above = x > _value(start, high, (j - 1) * 0.0625)
+                        sums += tl.where(i == j, tl.sum(tl.where(above, w, 0.0), 0), 0.0)
+            tl.store(at + i, sums)
 
 
 @triton.jit
@@ -206,12 +258,12 @@ def _gather_kernel(
     ps_ptr, bounds_ptr, sums_ptr, counters_ptr, list_ptr, stride_t, T, V, nodes,
     BLOCK: tl.constexpr, NODES: tl.constexpr, COUNT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """counters[row]: the number of columns between the bounds, the weights above them, and all
-    weights. If all columns above the lower bound fit the list, there is no upper bound."""
+    """counters[row, :2]: the number of columns between the bounds and the weights above them. If
+    all columns above the lower bound fit the list, there is no upper bound."""
     begin_overlapped(OVERLAP)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    need, active = _need(ks_ptr, ps_ptr, row, COUNT)
-    if active:
+    need, active, is_listed = _need(ks_ptr, ps_ptr, counters_ptr, row, COUNT)
+    if active & (not is_listed):
         low, start, high, listed = _load_bounds(bounds_ptr + (T + row) * 4)
         here = row * nodes
         if listed > MOST_LISTED:
@@ -226,10 +278,7 @@ def _gather_kernel(
             _store_bounds(bounds_ptr + (2 * T + row) * 4, low, start, high, listed)
         cut, cut_column = tl.load(cuts_ptr + row), tl.load(cut_columns_ptr + row)
         top = tl.load(tops_ptr + here + block)
-        wanted = top >= cut
-        if COUNT:  # nothing below the lower bound matters
-            wanted = wanted & (top > low)
-        if wanted:
+        if (top >= cut) & (top > low):
             cols = block * BLOCK + tl.arange(0, BLOCK)
             x = tl.load(x_ptr + row * stride_t + cols, mask=cols < V, other=float("-inf"))
             x = x.to(tl.float32)
@@ -240,13 +289,11 @@ def _gather_kernel(
                 w = tl.where(candidate, (e * MASS).to(tl.int64), 0)
             at = counters_ptr + row * 4
             tl.atomic_add(at + 1, tl.sum(tl.where(x > high, w, 0), 0))
-            tl.atomic_add(at + 2, tl.sum(w, 0))
             inside = (candidate & (x > low) & (x <= high)).to(tl.int32)
             count = tl.sum(inside, 0)
             if count > 0:
-                place = tl.atomic_add(at, count.to(tl.int64)) + tl.cumsum(inside, 0) - 1
-                taken = (inside > 0) & (place < MOST_LISTED)
-                tl.store(list_ptr + row * MOST_LISTED + place, cols, mask=taken)
+                first = tl.atomic_add(at, count.to(tl.int64))
+                _append(list_ptr + row * MOST_LISTED, first, inside, cols)
 
 
 @triton.jit
@@ -278,13 +325,23 @@ def _items(x_ptr, list_ptr, i, length, listed, low, high, temperature, n, COUNT:
 @triton.jit
 def _search(
     x_ptr, list_ptr, length, listed, low, high, least, need, temperature, n,
-    COUNT: tl.constexpr, STEP: tl.constexpr,
+    COUNT: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The largest order at which the weights of this order and above, of those from `least` on,
-    reach the need."""
+    reach the need. The last bits of a logit of 16 bits follow from its sign, and the first bits of
+    a column of COLUMNS digits are known."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    KNOWN: tl.constexpr = 4 if dtype == tl.bfloat16 else (3 if dtype == tl.float16 else 0)
     found = tl.full((), 0, tl.int64)
     digit = tl.arange(0, 16)
-    for level in range(DIGITS):
+    for step in range(DIGITS - KNOWN - (DIGITS - LOGIT_DIGITS - COLUMNS)):
+        level = step
+        if step == LOGIT_DIGITS - KNOWN:
+            ones: tl.constexpr = ((1 << (4 * KNOWN)) - 1) * 16777216
+            found += tl.where(found < 36028797018963968, ones, 0)  # 2**55: of logits from 0 on
+            found += 16777216 - (1 << (4 * COLUMNS))
+        if step >= LOGIT_DIGITS - KNOWN:
+            level = step + DIGITS - LOGIT_DIGITS - COLUMNS + KNOWN
         shift = (DIGITS - 1 - level) * 4
         sums = tl.zeros((16,), tl.int64)
         for first in range(0, length, STEP):
@@ -299,6 +356,19 @@ def _search(
 
 
 @triton.jit
+def _listed_mass(
+    x_ptr, list_ptr, length, listed, low, high, least, temperature, n, STEP: tl.constexpr
+):  # fmt: skip
+    """The masses of the items from the order `least` on."""
+    total = tl.full((), 0, tl.int64)
+    for first in range(0, length, STEP):
+        i = first + tl.arange(0, STEP)
+        order, w = _items(x_ptr, list_ptr, i, length, listed, low, high, temperature, n, False)
+        total += tl.sum(tl.where(order >= least, w, 0), 0)
+    return total
+
+
+@triton.jit
 def _mass_needed(top_p, total):
     need = tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
     return tl.maximum(need, 1)
@@ -308,17 +378,20 @@ def _mass_needed(top_p, total):
 def _decide_kernel(
     x_ptr, temperature_ptr, roots_ptr, cuts_ptr, cut_columns_ptr, ks_ptr, ps_ptr, bounds_ptr,
     counters_ptr, list_ptr, stride_t, T, V, COUNT: tl.constexpr, STEP: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The cut of a phase. If the list has all columns that top_k lets through, also that of
     top_p."""
     begin_overlapped(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    top_k, active = _need(ks_ptr, ps_ptr, row, COUNT)
+    top_k, active, is_listed = _need(ks_ptr, ps_ptr, counters_ptr, row, COUNT)
     if active:
         low, _, high, _ = _load_bounds(bounds_ptr + (2 * T + row) * 4)
         count = tl.load(counters_ptr + row * 4)
         above = tl.load(counters_ptr + row * 4 + 1)
+        if is_listed:
+            low, high = tl.load(bounds_ptr + row * 4 + 1), float("inf")
+            count = tl.load(counters_ptr + row * 4 + 3)
         listed = count <= MOST_LISTED
         length = tl.where(listed, count, V).to(tl.int32)
         cut, cut_column = tl.load(cuts_ptr + row), tl.load(cut_columns_ptr + row)
@@ -332,24 +405,26 @@ def _decide_kernel(
         else:
             need = _mass_needed(top_p, tl.load(counters_ptr + row * 4 + 2)) - above
             reached = True
+            if is_listed:  # noqa: SIM102 (these are not constants)
+                if need > _listed_mass(
+                    x_row, list_row, length, listed, low, high, least, temperature, n, STEP
+                ):  # other limits left little of the mass
+                    listed, length, low = False, V, float("-inf")
         if reached:
             least = _search(
-                x_row, list_row, length, listed, low, high, least, need, temperature, n, COUNT, STEP
-            )
+                x_row, list_row, length, listed, low, high, least, need, temperature, n, COUNT,
+                STEP, COLUMNS,
+            )  # fmt: skip
         if COUNT:  # noqa: SIM102 (a constant)
             if (top_p < 1.0) & listed & (above == 0):
-                total = tl.full((), 0, tl.int64)
-                for first in range(0, length, STEP):
-                    i = first + tl.arange(0, STEP)
-                    order, w = _items(
-                        x_row, list_row, i, length, listed, low, high, temperature, n, False
-                    )
-                    total += tl.sum(tl.where(order >= least, w, 0), 0)
+                total = _listed_mass(
+                    x_row, list_row, length, listed, low, high, least, temperature, n, STEP
+                )
                 need = _mass_needed(top_p, total)
                 if need <= total:
                     least = _search(
                         x_row, list_row, length, listed, low, high, least, need, temperature, n,
-                        False, STEP,
+                        False, STEP, COLUMNS,
                     )  # fmt: skip
                 tl.store(ps_ptr + row, 1.0)
         tl.store(cuts_ptr + row, _logit_of(least))

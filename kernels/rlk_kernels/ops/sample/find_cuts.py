@@ -55,22 +55,30 @@ def find_cuts(
     for phase in (phase for phase in range(2) if has[phase]):
         bounds, counters, by_count = cuts.bounds[phase], cuts.counters[phase], phase == 0
         row = logits, temperature, cuts.roots
-        blocked = (*row, cuts.tops, cuts.bottoms, *ends, bounds, cuts.sums)
+        blocked = (*row, cuts.tops, cuts.bottoms, *ends, bounds, cuts.sums, counters)
+        if not by_count:
+            launch(
+                cache, cuts_kernels._list_kernel, (t, count, 1),
+                (*row, cuts.tops, cuts.logits, cuts.columns, cuts.ps, bounds, counters, cuts.list,
+                 stride, v, count, blocks.columns, blocks.overlaps),
+                {"num_warps": WARPS, **pdl},
+            )  # fmt: skip
         sizes = (stride, t, v, count, blocks.columns, blocks.padded)
         for stage in range(2):
             launch(
                 cache, cuts_kernels._guide_kernel, (t, count, 1),
-                (*blocked, *sizes, stage, by_count, blocks.overlaps), {"num_warps": WARPS, **pdl},
-                (phase, stage),
+                (*blocked, *sizes, min(blocks.columns, cuts_kernels.PART), stage, by_count,
+                 blocks.overlaps),
+                {"num_warps": cuts_kernels.GUIDING_WARPS, **pdl}, (phase, stage),
             )  # fmt: skip
         launch(
             cache, cuts_kernels._gather_kernel, (t, count, 1),
-            (*blocked, counters, cuts.list, *sizes, by_count, blocks.overlaps),
+            (*blocked, cuts.list, *sizes, by_count, blocks.overlaps),
             {"num_warps": WARPS, **pdl}, (phase,),
         )  # fmt: skip
         launch(
             cache, cuts_kernels._decide_kernel, (t, 1, 1),
             (*row, *ends, bounds, counters, cuts.list, stride, t, v, by_count, cuts_kernels.CHUNK,
-             blocks.overlaps),
+             cuts_kernels.column_digits(v), blocks.overlaps),
             {"num_warps": cuts_kernels.DECIDING_WARPS, **pdl}, (phase,),
         )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from rlk_align.results import DISTRIBUTION, Comparison, Distribution, SideName
+from rlk_align.results import DISTRIBUTION, Comparison, SamplingDistribution, SideName
 
 OWNERS: dict[SideName, str] = {"rollout": "the rollout's", "train": "the trainer's"}
 
@@ -16,7 +16,7 @@ def softmax_words(temperature: float | None, limits: Mapping[str, float]) -> str
     return f"at {heat} among {among}"
 
 
-def distribution_words(d: Distribution) -> str:
+def distribution_words(d: SamplingDistribution) -> str:
     """Names the kind of a distribution, and describes it."""
     kind = "raw" if d.temperature == 1 else "divided by the temperature"
     if d.limits:

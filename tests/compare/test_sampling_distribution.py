@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 from comparisons import comparison, contract
 
-from rlk_align.compare.distributions import distributions
+from rlk_align.compare.sampling_distribution import distributions
 from rlk_align.engines.common.attributes import processing
 from rlk_align.judge.verdict import judge
-from rlk_align.report.distribution_words import sides_words
+from rlk_align.report.sampling_distribution import sides_words
 from rlk_align.report.verdict import verdict_document
 from rlk_align.report.verdict_json import verdict_json
-from rlk_align.results import DISTRIBUTION, Comparison, Distribution, Mismatch, SideName
+from rlk_align.results import DISTRIBUTION, Comparison, Mismatch, SamplingDistribution, SideName
 
 UNSTATED = "of a distribution that the engine does not state"
 RAW = "raw, at temperature 1 among all tokens"
@@ -98,7 +98,10 @@ def test_a_precheck_that_stops_names_the_distributions(tmp_path: Path) -> None:
 
 def test_another_mismatch_is_the_headline_where_it_comes_first(tmp_path: Path) -> None:
     weights = Mismatch(kind="weights", name="embed", rollout="a", train="b")
-    apart = {"rollout": Distribution(temperature=0.7), "train": Distribution(temperature=1.0)}
+    apart = {
+        "rollout": SamplingDistribution(temperature=0.7),
+        "train": SamplingDistribution(temperature=1.0),
+    }
     stopped = comparison(distributions=apart, mismatches=[weights], edges=[], controls=None)
     headline = verdict_document(judge(stopped, contract()), tmp_path).headline
     assert headline.startswith("The two sides have different inputs: weights embed")
