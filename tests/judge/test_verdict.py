@@ -363,6 +363,8 @@ def test_the_record_has_the_published_fields(tmp_path) -> None:
         "tokens": "equal",
         "weights": "equal",
         "attributes": "equal",
+        "rollout_distribution": "raw, at temperature 1 among all tokens",
+        "train_distribution": "raw, at temperature 1 among all tokens",
         "mismatches": [],
     }
     assert record["controls"]["observer"] == "bitwise"
