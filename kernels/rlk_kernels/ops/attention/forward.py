@@ -49,12 +49,11 @@ def _plan(
 
         # the kernels compute offsets of heads in 32 bits
         special = dim in DIMS and can_read(k, call.v, table) and heads * q.stride(1) < 1 << 31
-    # of the kernels for Hopper, only that of pieces has room for the sums of heads of 256
-    wide = special and dim == 256
     if split is None:
-        split = (chunks > 1 and (few or paged)) or (wide and not few)
-    if wide and not (split or (few and chunks <= 1 and rows in (None, 64))):
-        special = False
+        # heads of 256 have a kernel for Hopper where there are pieces, however few chunks
+        split = (few or paged) and (chunks > 1 or (special and dim == 256 and not few))
+    if special and dim == 256:  # so far over a cache alone
+        special = paged and (split or (few and chunks <= 1 and rows in (None, 64)))
     if rows is None and special:
         rows = 64 if few else 128
         if dim == 64 and here.many_groups and not (paged or split) and tokens > 4096 * batch:

@@ -413,11 +413,11 @@ def _pieces_hopper_kernel(
         )  # fmt: skip
 
 
-def few_pieces(here: DeviceFacts) -> int:
-    """The number of pieces up to which half of the processors are idle. So few pieces wait for
-    their products; more pieces wait for memory, where narrow ones are up to 10 % slower (time
-    only)."""
-    return here.processors // 2
+def _few_pieces(here: DeviceFacts, dim: int) -> int:
+    """The number of pieces up to which those of few rows are transposed (time only): with so few,
+    half of the processors are idle, and pieces wait for their products. More pieces wait for
+    memory, where narrow ones are up to 10 % slower, but not for heads of 256."""
+    return 1 << 30 if dim == 256 else here.processors // 2
 
 
 def attend_pieces(
@@ -445,9 +445,7 @@ def _constants(plan: AttentionPlan, call: AttentionCall) -> tuple:
     here, groups = facts(call.q.device), plan.rows // ROWS.value
     # decode is bound by memory and has persistent programs; blocks of 128 rows differ in length
     programs = plan.programs or plan.most * kv_heads
-    narrow, few = 0, few_pieces(here)
-    if dim == 256:
-        few = 1 << 30
+    narrow, few = 0, _few_pieces(here, dim)
     if groups == 1 and (plan.alone or batch * kv_heads <= few):  # there may be as few pieces
         narrow = 8 if (tokens * group if plan.alone else group) <= 8 else 16
     how = (LISTED if plan.listed else LONE) if plan.split else WHOLE
