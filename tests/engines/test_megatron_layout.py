@@ -68,6 +68,7 @@ def test_a_gated_delta_net_comes_apart_whole(family: str, tp: int) -> None:
     s = replace(
         shape(),
         model_type=family,
+        delta_layers=(0,),
         **{"delta_key_heads": 2, "delta_heads": 4, "delta_key_width": 3, "delta_width": 5},
     )
     rows = torch.arange(12 + 20 + 20).float()
