@@ -408,7 +408,7 @@ def _decide_kernel(
             if is_listed:  # noqa: SIM102 (these are not constants)
                 if need > _listed_mass(
                     x_row, list_row, length, listed, low, high, least, temperature, n, STEP
-                ):  # other limits left little of the mass
+                ):  # columns at the first value are needed too, as where all logits are equal
                     listed, length, low = False, V, float("-inf")
         if reached:
             least = _search(
