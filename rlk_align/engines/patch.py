@@ -25,6 +25,10 @@ from rlk_align.model.operators import OPERATORS
 from rlk_align.model.prompts import TokenBatch
 from rlk_align.model.sites import model_sites
 
+UPDATES = ("add_lora", "lora_expand")
+"""The kernels that add what an adapter adds to a product: with a rollout's linear, and a trainer's.
+"""
+
 
 class Kernel(Counted):
     """A function of `profile` that replaces an engine's own, and counts its calls."""
@@ -314,7 +318,7 @@ def _runs(op: str, computes: Counted) -> int:
     """How often the kernels that may compute an operator ran in this process."""
     # An operator of a sparse layer may have the site name of a dense layer's.
     name = f"expert_{op}" if isinstance(computes, Sparse) and f"expert_{op}" in OPERATORS else op
-    kernels = ("lora_expand",) if op == LORA else KERNELS[OPERATORS[name].formula]
+    kernels = UPDATES if op == LORA else KERNELS[OPERATORS[name].formula]
     return sum(count for (name, _), count in rlk_kernels.backend_calls().items() if name in kernels)
 
 

@@ -141,6 +141,24 @@ def test_no_bit_differs_with_an_adapter_of_another_family(
     assert_equal(done, 40)
 
 
+def test_in_production_the_kernels_tell_that_they_computed_the_adapter(
+    cli: Cli, folder: Path, adapters: dict[str, Path]
+) -> None:
+    """Compiled code counts no calls of modules."""
+    require_engine("vllm")
+    how = f"lora={adapters['a']},kernels=rlk"
+    done = cli(
+        "compare", "--model", MODEL, "--contract", "bitwise", "--run-dir", folder / "compiled",
+        "--prompts", write_few_prompts(folder / "few.jsonl"), "--production",
+        "--rollout", f"vllm:{how}", "--train", f"hf:{how}",
+    )  # fmt: skip
+    assert done.code == 0, done.out + done.err
+    assert done.verdict is not None
+    production = done.verdict["edges"]["production_vs_observed"]
+    assert production["tokens"] > 80
+    assert production["bit_mismatches"] == 0
+
+
 def test_an_adapter_that_another_function_computes_is_an_error(
     cli: Cli, folder: Path, adapters: dict[str, Path]
 ) -> None:
