@@ -14,6 +14,8 @@ compiler computes in 16 bits. Those are two launches.
 M = rows (all leading dimensions)   H = the normalised dimension
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -38,7 +40,11 @@ def _norm_add_norm(
     """y and s of x[M, H] and residual[M, H] with dense rows."""
     record("norm_add_norm", backend)
     if backend == "torch" or hf or x.dtype == torch.float32:
-        how = {"cast": "hf" if hf else "vllm", "one_plus": one_plus, "backend": backend}
+        how: dict[str, Any] = {
+            "cast": "hf" if hf else "vllm",
+            "one_plus": one_plus,
+            "backend": backend,
+        }
         return norm(norm(x, branch_weight, eps, **how), weight, eps, residual=residual, **how)
     from rlk_kernels.ops.norm_add_norm import kernels
 

@@ -9,6 +9,8 @@ runs the two backwards.
 T = tokens   H = heads   D = head size   R = rotary_dim / 2
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -51,7 +53,11 @@ def _norm_rope(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     record("norm_rope", backend)
     if backend == "torch":
-        how = {"cast": "hf" if hf else "vllm", "one_plus": one_plus, "backend": backend}
+        how: dict[str, Any] = {
+            "cast": "hf" if hf else "vllm",
+            "one_plus": one_plus,
+            "backend": backend,
+        }
         q, k = (norm(x, weight, eps, **how) for x, weight in ((q, q_weight), (k, k_weight)))
         return rotate(
             q, k, positions, inv_freq, scaling, theta, rotary_dim, 1.0, cos_sin_dtype, interleaved,
