@@ -80,8 +80,9 @@ def _norm_rope_kernel(
 def _aligned(x: Tensor, wide: int) -> Tensor:
     """x, or a copy if its loads could not be as wide as the head size allows. The width of loads
     determines the layout of the tile, and so the order of its sum."""
-    dense = x.stride(2) == 1 and x.stride(1) == x.shape[2]
-    if dense and x.stride(0) % wide == 0 and x.data_ptr() % 16 == 0:
+    of_token, of_head, of_feature = x.stride()
+    dense = of_feature == 1 and of_head == x.shape[2]
+    if dense and of_token % wide == 0 and x.data_ptr() % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
