@@ -172,6 +172,15 @@ def head_norms(dim: int) -> None:
         rk.norm_rope(q, k, *weights, _ids(7), eps=1e-6, theta=1e6)
 
 
+def norms_of_a_branch(h: int, dtype=BF16) -> None:
+    """The norms around a residual addition, each alone and as one operator."""
+    x, weight = _x(7, h, dtype=dtype).detach(), _x(h, dtype=dtype).detach()
+    for one_plus in (False, True):
+        how = {"cast": "vllm", "one_plus": one_plus}
+        rk.rms_norm(x, weight, 1e-6, residual=rk.rms_norm(x, weight, 1e-6, **how), **how)
+        rk.norm_add_norm(x, x, weight, weight, 1e-6, **how)
+
+
 def peer_gather(m: int, f: int, ranks: int = 2) -> None:
     channels = Channels(
         rank=0, ranks=ranks, count=CHANNELS, polls=1 << 20, regions=_ids(ranks),
@@ -356,6 +365,8 @@ CALLS: dict[str, Callable[[], object]] = {
     "peer gather, in pieces": lambda: peer_gather(16384, 6144),
     "peer gather, 8 ranks": lambda: peer_gather(1, 1536, 8),
     **{f"norms of heads of {dim}": lambda dim=dim: head_norms(dim) for dim in (36, 72)},
+    "norms of a branch": lambda: norms_of_a_branch(2560),
+    "norms of a branch, fp16, unaligned": lambda: norms_of_a_branch(1001, dtype=FP16),
 }
 """Name -> a call: all calls of the benchmarks, and other calls that have kernels of their own."""
 

@@ -55,6 +55,7 @@ from rlk_kernels.ops.linear_logp.operator import linear_logp
 from rlk_kernels.ops.linear_sample.operator import linear_sample
 from rlk_kernels.ops.logp.operator import logp
 from rlk_kernels.ops.lora.operator import add_lora, lora_expand, lora_shrink
+from rlk_kernels.ops.norm_add_norm.operator import norm_add_norm
 from rlk_kernels.ops.norm_rope.operator import norm_rope
 from rlk_kernels.ops.position_scale.operator import position_scale
 from rlk_kernels.ops.rms_norm.operator import rms_norm
@@ -138,6 +139,7 @@ __all__ = [
     "logp",
     "lora_expand",
     "lora_shrink",
+    "norm_add_norm",
     "norm_rope",
     "paged_attention",
     "paged_latent_attention",

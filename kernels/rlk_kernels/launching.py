@@ -228,7 +228,7 @@ class Recording(ShapeCache):
         self.foreign = self.foreign or not all(map(self._is_known, addresses))
 
     def _is_known(self, address: int) -> bool:
-        if address in self.known:
+        if address in self.known or address == 0:  # a tensor without elements
             return True
         storages = (x.untyped_storage() for x in self.memory if x is not None)
         return any(0 <= address - s.data_ptr() < s.nbytes() for s in storages)

@@ -99,6 +99,31 @@ def test_a_norms_sum_does_not_follow_how_heads_lie(dim, norms_of_heads):
     assert all(len(x.summed) == (2 if "rope" in x.kernel else 1) for x in norms)
 
 
+BRANCHES = ("norms of a branch", "norms of a branch, fp16, unaligned")
+
+
+@pytest.fixture(scope="module")
+def norms_of_branches(tmp_path_factory) -> list[Compiled]:
+    out = tmp_path_factory.mktemp("branches") / "kernels.json"
+    return compile_in_a_process(out, "--only", *BRANCHES)
+
+
+def multiply_adds(kernels: list[Compiled]) -> int:
+    return sum(x.ptx.count("fma.rn") for x in kernels)
+
+
+@pytest.mark.parametrize("call", BRANCHES)
+def test_a_fused_norm_sums_and_rounds_as_the_two_norms(call, norms_of_branches):
+    """A multiply-add of the branch's norm and the residual would skip the rounding of the norm."""
+    norms = [x for x in norms_of_branches if x.call == call]
+    fused = [x for x in norms if x.kernel == "_norm_add_norm_kernel"]
+    separate = [x for x in norms if x.kernel == "_rms_norm_fwd_kernel"]
+    assert (len(fused), len(separate)) == (2, 4)
+    assert len({tile for x in norms for tile in x.summed}) == 1
+    assert all(len(x.summed) == 2 for x in fused)
+    assert multiply_adds(fused) == multiply_adds(separate) > 0
+
+
 @pytest.mark.parametrize(
     ("changed", "fault"),
     [

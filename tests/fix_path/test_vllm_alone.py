@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from bit_equal import Bits
+from family_models import family_model
 from rlk_kernels.integrations.vllm import PLUGIN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,6 +122,22 @@ def test_compiled_code_is_loaded_where_it_belongs(
     assert off["ran"] == []
     assert off["decode"] != on["decode"]
     assert compiled("registered") == on
+
+
+@pytest.mark.whole_matrix
+def test_norms_around_residuals_are_one_operator(tmp_path: Path, vllm_bits: Bits) -> None:
+    """In compiled code of Gemma 3, which has a norm before and after each branch."""
+    model = family_model(tmp_path, "gemma3_text", max_position_embeddings=1024)
+    usual = {"kernels": "registered", "model": str(model)}
+    cases = [
+        usual | {"name": name, "options": {"enforce_eager": name == "eager"}}
+        for name in ("eager", "compiled")
+    ]
+    found = vllm_bits(cases, step=10, cold=True)
+    for what in ("tokens", "decode", "prefill"):
+        assert found["compiled"][what] == found["eager"][what]
+    fused = set(found["compiled"]["ran"]) - set(found["eager"]["ran"])
+    assert fused == {"norm_add_norm", "norm_rope"}
 
 
 def test_a_rope_that_an_override_stretches(

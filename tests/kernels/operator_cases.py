@@ -139,6 +139,9 @@ CASES = {
     ),
     "rms_norm": Case(rk.rms_norm, (X, GAIN, 1e-6)),
     "rms_norm, residual": Case(rk.rms_norm, (X, GAIN, 1e-6), {"residual": W[:T].clone()}),
+    "norm_add_norm": Case(
+        rk.norm_add_norm, (X, W[:T].clone(), GAIN, GAIN.flip(0), 1e-6), gradient=False
+    ),
     "rope": Case(rk.rope, (Q, K, IDS), {"theta": 1e4}),
     "rope, frequencies": Case(rk.rope, (Q, K, IDS), FREQUENCIES),
     "norm_rope": Case(

@@ -32,7 +32,14 @@ def test_public_names():
     operators += ["lora_shrink", "lora_expand", "sample", "kept_tokens"]
     operators += ["linear_sample"]
     operators += ["latent_attention", "paged_latent_attention"]
-    operators += ["norm_rope", "write_kv_cache", "route", "route_corrected", "group_by_expert"]
+    operators += [
+        "norm_add_norm",
+        "norm_rope",
+        "write_kv_cache",
+        "route",
+        "route_corrected",
+        "group_by_expert",
+    ]
     operators += ["grouped_linear", "grouped_swiglu", "combine_experts", "load_balancing_loss"]
     operators += ["router_z_loss", "policy_loss", "linear_policy_loss", "dpo_loss"]
     about = ["backend_calls", "last_backend", "reset_backend_calls", "warm_up"]

@@ -24,6 +24,7 @@ from rlk_kernels.ops.kv_cache import kernels as kv_cache
 from rlk_kernels.ops.linear_logp import launch as linear_logp
 from rlk_kernels.ops.linear_logp.options import RowStatistics, options_of
 from rlk_kernels.ops.logp import kernels as logp
+from rlk_kernels.ops.norm_add_norm import kernels as norm_add_norm
 from rlk_kernels.ops.norm_rope import kernels as norm_rope
 from rlk_kernels.ops.rms_norm import kernels as rms_norm
 from rlk_kernels.ops.rope import kernels as rope
@@ -33,6 +34,8 @@ from triton.runtime import interpreter
 
 FAR = 1 << 30
 HALF = torch.float16
+HOW = 1e-6, True, False
+"""The epsilon of a norm, and whether it is cast as in HF and multiplies by 1 + weight."""
 SPEC = options_of(torch.float32, 0.0, 1.0, 1.0)
 
 
@@ -137,14 +140,20 @@ LONG = (1 << 15) + 9, 1 << 16
 MANY = (1 << 17) + 1
 """With 64 heads of 256 in each; more than 2**31 elements, both."""
 CASES = {
-    "rms_norm, rows": lambda: rms_norm.forward(spread(3, 64, far=0), None, zeros(64), 1e-6, True),
+    "rms_norm, rows": lambda: rms_norm.forward(spread(3, 64, far=0), None, zeros(64), *HOW),
     "rms_norm, residual": lambda: rms_norm.forward(
-        spread(3, 64, far=0), spread(3, 64, far=0), zeros(64), 1e-6, True
+        spread(3, 64, far=0), spread(3, 64, far=0), zeros(64), *HOW
     ),
-    "rms_norm, heads": lambda: rms_norm.forward(spread(2, 3, 8, far=1), None, zeros(8), 1e-6, True),
-    "rms_norm, long": lambda: rms_norm.forward(vast(*LONG), None, zeros(LONG[1]), 1e-6, True),
+    "rms_norm, heads": lambda: rms_norm.forward(spread(2, 3, 8, far=1), None, zeros(8), *HOW),
+    "rms_norm, long": lambda: rms_norm.forward(vast(*LONG), None, zeros(LONG[1]), *HOW),
     "rms_norm, gradient": lambda: rms_norm.backward(
-        vast(*LONG), zeros(LONG[1]), vast(*LONG), vast(*LONG), 1e-6
+        vast(*LONG), zeros(LONG[1]), vast(*LONG), vast(*LONG), 1e-6, False
+    ),
+    "norm_add_norm, rows": lambda: norm_add_norm.forward(
+        spread(3, 64, far=0), spread(3, 64, far=0), zeros(64), zeros(64), 1e-6, False
+    ),
+    "norm_add_norm, long": lambda: norm_add_norm.forward(
+        vast(*LONG), vast(*LONG), zeros(LONG[1]), zeros(LONG[1]), 1e-6, False
     ),
     "column_sum": lambda: column_sum.sum_blocks(vast(*LONG)),
     "swiglu, rows": lambda: swiglu.forward(spread(3, 64, far=0), spread(3, 64, far=0)),
@@ -160,7 +169,7 @@ CASES = {
     ),
     "norm_rope, long": lambda: norm_rope.norm_rotate(
         vast(MANY, 64, 256), vast(MANY, 1, 256), zeros(256), zeros(256),
-        arange(MANY), zeros(128), None, 1e-6, True, HALF, False,
+        arange(MANY), zeros(128), None, *HOW, HALF, False,
     ),
     "embedding, rows": lambda: embedding.forward(arange(3), spread(3, 64, far=0)),
     "embedding, long": lambda: embedding.forward(arange(LONG[0]), vast(1, LONG[1]).expand(LONG)),

@@ -205,6 +205,17 @@ def test_memory_inside_of_what_the_call_was_given_is_its_own() -> None:
     assert call.runs == 2
 
 
+def test_a_tensor_without_elements_is_not_foreign() -> None:
+    class Empty(Call):
+        def run(self, cache: ShapeCache, x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
+            super().run(cache, x, x[4:4], scale)
+
+    call = Empty()
+    for _ in range(4):
+        call(X, Y)
+    assert call.runs == 2
+
+
 def test_parts_of_a_call_are_recorded() -> None:
     class Parts(Call):
         def run(self, cache: ShapeCache, x: torch.Tensor, y: torch.Tensor, scale: float) -> None:

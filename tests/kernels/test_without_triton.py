@@ -58,7 +58,14 @@ def test_every_operator_runs_forward_and_backward():
     forward |= {"grouped_swiglu", "linear", "linear_grpo_loss", "linear_logp", "logp", "norm_rope"}
     forward |= {"load_balancing_loss", "paged_attention", "rms_norm", "rope", "route"}
     forward |= {"route_corrected", "router_z_loss", "softcap", "sum_slots", "swiglu"}
-    forward |= {"write_kv_cache", "clamped_swiglu", "activation", "layer_norm", "position_scale"}
+    forward |= {
+        "norm_add_norm",
+        "write_kv_cache",
+        "clamped_swiglu",
+        "activation",
+        "layer_norm",
+        "position_scale",
+    }
     forward |= {
         "sample",
         "linear_sample",

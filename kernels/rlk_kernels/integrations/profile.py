@@ -34,7 +34,8 @@ def embed(ids: Tensor, weight: Tensor) -> Tensor:
 def norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool = False) -> Tensor:
     """RMS norm over the last dimension, in fp32, rounded once; with `one_plus` it multiplies by
     1 + weight, in fp32."""
-    return rlk_kernels.rms_norm(x, _factor(x, weight, one_plus), eps, cast="vllm")
+    _check_norm(x, weight)
+    return rlk_kernels.rms_norm(x, weight, eps, cast="vllm", one_plus=one_plus)
 
 
 def shared_norm(
@@ -49,14 +50,8 @@ def add_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, one_plus: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(the norm of the sum, the sum). The sum is rounded to x's dtype before the norm reads it."""
-    factor = _factor(x, weight, one_plus)
-    return rlk_kernels.rms_norm(x, factor, eps, residual=residual, cast="vllm")
-
-
-def _factor(x: Tensor, weight: Tensor, one_plus: bool) -> Tensor:
-    """What a norm of x multiplies by."""
     _check_norm(x, weight)
-    return weight.float() + 1.0 if one_plus else weight
+    return rlk_kernels.rms_norm(x, weight, eps, residual=residual, cast="vllm", one_plus=one_plus)
 
 
 def _check_norm(x: Tensor, weight: Tensor) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 KERNELS: dict[Formula, tuple[str, ...]] = {
     "embedding": ("embedding",),
-    "rms_norm": ("rms_norm", "norm_rope"),
+    "rms_norm": ("rms_norm", "norm_add_norm", "norm_rope"),
     "layer_norm": ("layer_norm",),
     "linear": ("linear",),
     "rotary": ("rope", "norm_rope"),

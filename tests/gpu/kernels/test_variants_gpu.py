@@ -1,5 +1,5 @@
-"""On a GPU: norm and rotation in one launch, sinks and capped scores of attention, weight
-gradients in fp32, capped logits."""
+"""On a GPU: norm and rotation in one launch, norms around a residual in one launch, norms by
+1 + weight, sinks and capped scores of attention, weight gradients in fp32, capped logits."""
 
 import pytest
 import rlk_kernels as rk
@@ -42,6 +42,52 @@ def test_norm_and_rotation_have_the_bits_of_the_two(tokens, dim, dtype):
             q[few], k[few], *weights, positions[few], eps=1e-6, cast=cast, **rotation
         )
         assert all(torch.equal(a, b[few]) for a, b in zip(part, got, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [33, 96, 1001, 2560, 3840, 5376])
+@pytest.mark.parametrize("tokens", [1, 333, 5000])
+def test_norms_around_a_residual_have_the_bits_of_the_two(tokens, width, dtype):
+    x = rand(tokens, width + 8, dtype=dtype, seed=1)[:, :width]
+    residual = rand(tokens, width, dtype=dtype, seed=2)
+    weights = [rand(width, dtype=dtype, seed=s) for s in (3, 4)]
+    for options in ({}, {"cast": "vllm"}, {"cast": "vllm", "one_plus": True}):
+        branch = rk.rms_norm(x, weights[0], 1e-6, **options)
+        expected = rk.rms_norm(branch, weights[1], 1e-6, residual=residual, **options)
+        got = rk.norm_add_norm(x, residual, *weights, 1e-6, **options)
+        assert rk.last_backend("norm_add_norm") == "triton"
+        assert same(got, expected)
+        few = slice(tokens // 2, tokens // 2 + 1)
+        part = rk.norm_add_norm(x[few], residual[few], *weights, 1e-6, **options)
+        assert all(torch.equal(a, b[few]) for a, b in zip(part, got, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [96, 2560])
+def test_one_plus_has_the_bits_of_a_sum_in_fp32(width, dtype):
+    """In the norms and in their gradients."""
+    rows = [rand(333, width, dtype=dtype, seed=s) for s in (1, 2, 3)]
+    heads = rand(333, 9, 32, dtype=dtype, seed=4)
+    weights = [rand(size, dtype=dtype, seed=size) for size in (width, width, 32, 32)]
+    positions = torch.arange(333, device="cuda")
+
+    def normed(factor, **how):
+        leaves = [x.clone().requires_grad_() for x in (*rows, heads, *weights)]
+        a, b, residual, qk, *gains = leaves
+        gains, how = [factor(x) for x in gains], {"cast": "vllm", **how}
+        outputs = [
+            rk.rms_norm(a, gains[0], 1e-6, **how),
+            *rk.rms_norm(b, gains[1], 1e-6, residual=residual, **how),
+            *rk.norm_rope(
+                qk[:, :6], qk[:, 6:], *gains[2:], positions, eps=1e-6, theta=1e6, **how
+            ),
+        ]  # fmt: skip
+        up = [rand(*y.shape, dtype=dtype, seed=9) for y in outputs]
+        return [*outputs, *torch.autograd.grad(outputs, leaves, up)]
+
+    got = normed(lambda weight: weight, one_plus=True)
+    assert same(got, normed(lambda weight: weight.float() + 1.0))
+    assert not torch.equal(got[0], normed(lambda weight: weight)[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -138,3 +138,19 @@ def test_heads_of_a_fused_projection_are_normed_where_they_lie(backend):
     (normed * normed).sum().backward()
     (expected * expected).sum().backward()
     assert torch.equal(strided.grad, dense.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_plus_has_the_bits_of_a_sum_in_fp32(backend, dtype):
+    x, residual = (rand(40, 96, dtype=dtype, device="cpu", seed=s) for s in (1, 2))
+    weight = rand(96, dtype=dtype, device="cpu", seed=3) / 8
+
+    def normed(**how):
+        leaves = [x.clone().requires_grad_() for x in (x, residual, weight)]
+        factor = leaves[2] if how else leaves[2].float() + 1.0
+        y, s = rk.rms_norm(leaves[0], factor, 1e-6, residual=leaves[1], backend=backend, **how)
+        return y, s, *torch.autograd.grad((y, s), leaves, (y.detach().cos(), s.detach().sin()))
+
+    pairs = zip(normed(one_plus=True), normed(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert not torch.equal(normed(one_plus=True)[0], normed(one_plus=False)[0])

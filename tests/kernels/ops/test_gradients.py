@@ -50,6 +50,10 @@ def cases(dtype):
             [leaf(5, 7, dtype=dtype, seed=1), leaf(5, 7, dtype=dtype, seed=2),
              leaf(7, dtype=dtype, seed=3)],
         ),
+        "rms_norm_one_plus": (
+            lambda b, x, w: rk.rms_norm(x, w, 1e-6, cast="vllm", one_plus=True, backend=b),
+            [leaf(5, 7, dtype=dtype, seed=1), leaf(7, dtype=dtype, seed=2)],
+        ),
         "rope": (
             lambda b, q, k: torch.cat(
                 rk.rope(q, k, POSITIONS, theta=1e4, rotary_dim=4, backend=b), 1

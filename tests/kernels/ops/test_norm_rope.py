@@ -9,7 +9,7 @@ from rlk_kernels.ops.norm_rope import operator
 OPTIONS = [
     {"theta": 1e4},
     {"theta": 1e6, "cast": "vllm", "cos_sin_dtype": torch.bfloat16},
-    {"theta": 1e4, "rotary_dim": 8, "interleaved": True},
+    {"theta": 1e4, "rotary_dim": 8, "interleaved": True, "one_plus": True},
     {"inv_freq": torch.linspace(1, 0.01, 6)},
     {"inv_freq": torch.linspace(1, 0.01, 8), "scaling": torch.tensor([1.1386])},
 ]
@@ -21,9 +21,9 @@ def case(dtype, t=11, dim=16, seed=1):
     return qkv[:, :5], qkv[:, 5:7], *weights, torch.arange(t) * 7919 % 30000
 
 
-def two(q, k, q_weight, k_weight, positions, *, cast="hf", backend=None, **options):
-    q = rk.rms_norm(q, q_weight, 1e-6, cast=cast, backend=backend)
-    k = rk.rms_norm(k, k_weight, 1e-6, cast=cast, backend=backend)
+def two(q, k, q_weight, k_weight, positions, *, cast="hf", one_plus=False, backend=None, **options):
+    how = {"cast": cast, "one_plus": one_plus, "backend": backend}
+    q, k = rk.rms_norm(q, q_weight, 1e-6, **how), rk.rms_norm(k, k_weight, 1e-6, **how)
     return rk.rope(q, k, positions, backend=backend, **options)
 
 
@@ -64,14 +64,13 @@ def test_a_token_has_its_bits_in_every_batch(backend):
 def test_a_norm_that_is_rounded_once_less_is_noticed(monkeypatch):
     norm = operator.norm
     monkeypatch.setattr(
-        operator, "norm", lambda x, w, eps, *, cast, backend: norm(x, w, eps, cast="vllm",
-                                                                   backend=backend),
-    )  # fmt: skip
+        operator, "norm", lambda x, w, eps, **how: norm(x, w, eps, **how | {"cast": "vllm"})
+    )
     with pytest.raises(AssertionError):
         same(torch.bfloat16, OPTIONS[0], "torch")
 
 
 def test_the_registration_passes_torchs_own_check():
-    options = (None, None, 1e-6, True, 1e4, 16, torch.float32, False, "torch")
+    options = (None, None, 1e-6, True, False, 1e4, 16, torch.float32, False, "torch")
     q, k, *rest = case(torch.float32, t=3)
     torch.library.opcheck(operator._norm_rope, (q.clone(), k.clone(), *rest, *options))

@@ -16,9 +16,6 @@ from rlk_kernels.sources import sources_digest
 
 KEY = "rlk_kernels"
 """The key of the digest in `additional_config`."""
-
-NORM_ROPE = frozenset({"q_norm", "k_norm", "q_rope", "k_rope"})
-"""The operators that `fusion.py` fuses, unless one of them is excluded."""
 _excluded: list[str] = []
 
 
@@ -89,8 +86,7 @@ def prepare_config() -> None:
     config.additional_config[KEY] = digest()
     # Sums and products between the kernels' operators are rounded as in eager code.
     config.compilation_config.inductor_compile_config["emulate_precision_casts"] = True
-    if not NORM_ROPE.intersection(_excluded):
-        fusion.add_pass(config.compilation_config.inductor_compile_config)
+    fusion.add_pass(config.compilation_config.inductor_compile_config)
 
 
 def check_sparse_layer() -> None:

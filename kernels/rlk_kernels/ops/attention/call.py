@@ -88,6 +88,8 @@ class AttentionPlan:
     alone: bool
     """Few rows of one sequence: eight warps process them, and the program that ends last merges
     (`hopper/merge_last.py`)."""
+    merged: bool
+    """Rows may have several pieces, which another kernel merges (`merge.py`)."""
     programs: int
     """The programs that store the sum of merged chunks in memory of their own; 0: no program
     does."""
@@ -101,7 +103,8 @@ class AttentionPlan:
     most: int
     """The most pieces of one KV head."""
     target: int
-    """The intended number of pieces of all KV heads, if there is enough work."""
+    """The intended number of pieces of all KV heads, if there is enough work; 1: each block of rows
+    is one piece."""
 
 
 @dataclass(slots=True)

@@ -71,15 +71,26 @@ def _plan(
     programs = min(most * kv_heads, here.processors) if narrow or (special and dim == 256) else 0
     alone = narrow and batch == 1 and tokens * group <= 16 and dim == 128
     slots = min(room, tokens * group * (chunks + 1))
+    target = PIECES[min(rows, 128)] * here.processors
+    undivided = split and not few and _undivided(call, cdiv(tokens * group, rows), target)
     flags = ((most * kv_heads, 2),) if alone else ()  # of 8 bytes
     return AttentionPlan(
         special=special, rows=rows, split=split, listed=split and batch > 1,
-        alone=alone, programs=programs, whole=narrow and not split and chunks <= 1, slots=slots,
+        alone=alone, merged=split and not (alone or undivided), programs=programs,
+        whole=narrow and not split and chunks <= 1, slots=slots,
         scratch=(
             *flags, (slots * kv_heads, padded), (slots * kv_heads, 2), (programs * rows, padded)
         ),
-        most=most, target=PIECES[min(rows, 128)] * here.processors,
+        most=most, target=1 if undivided else target,
     )  # fmt: skip
+
+
+def _undivided(call: AttentionCall, blocks: int, target: int) -> bool:
+    """Whether each block of rows is one piece, so that there is nothing to merge: the window of a
+    row is no longer than a chunk, or the blocks of a lone sequence are so many that `schedule.py`
+    divides none of them."""
+    near = call.window is not None and call.window <= CHUNK
+    return near or (call.batch == 1 and 2 * blocks * call.kv_heads > target)
 
 
 _hopper_blocks = lazy_module("rlk_kernels.ops.attention.hopper.blocks")
@@ -203,7 +214,7 @@ def _launch(
         _hopper_pieces().attend_pieces(cache, plan, call, scratch)
     else:
         _attend(cache, plan, call, scratch)
-    if plan.split and not plan.alone:
+    if plan.merged:
         merge_parts(cache, plan, call, scratch, CHUNK)
 
 

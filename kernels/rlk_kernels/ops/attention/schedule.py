@@ -10,7 +10,8 @@ it can signal them. Few rows of a single sequence are merged that way, `hopper/m
 other program waits there.)
 
     pieces    k = max(1, n // tau) ranges of a sequence's n chunks. tau depends on the whole work:
-              with enough sequences none is split, except for one much longer than the others
+              with enough sequences none is split, except for one much longer than the others;
+              where the shape alone says that none is split, there is no merge
     slots     the memory of states until they are merged: at most SCRATCH_BYTES; tau grows until
               they fit
     prefixes  neighbours in the batch with one query each, whose tables begin with the same blocks
@@ -459,9 +460,9 @@ def _list_plan(plan: AttentionPlan, call: AttentionCall, chunk: int) -> ListPlan
     if share and not compares:
         of_shared = stride, together, chunk, page, here.overlaps
     constants = (
-        stride, batch, window or 0, plan.slots, PIECES[plan.rows] * here.processors, call.kv_heads,
-        call.group, plan.rows, chunk, call.causal, window is not None, table is not None, page,
-        share, compares, block, block.bit_length() + 1, LISTED, here.overlaps,
+        stride, batch, window or 0, plan.slots, plan.target, call.kv_heads, call.group, plan.rows,
+        chunk, call.causal, window is not None, table is not None, page, share, compares, block,
+        block.bit_length() + 1, LISTED, here.overlaps,
     )  # fmt: skip
     warps = compared // 256 if compares else block // 128
     options = {"num_warps": max(1, min(8, warps)), "launch_pdl": here.overlaps}

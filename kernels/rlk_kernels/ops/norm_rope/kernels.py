@@ -15,39 +15,31 @@ from rlk_kernels.device import facts
 from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
 from rlk_kernels.memory import empty
 from rlk_kernels.ops.overlap import begin_overlapped
+from rlk_kernels.ops.rms_norm.kernels import inverse_rms, load_weight, scaled
 from rlk_kernels.ops.rope.kernels import TRITON_DTYPES, cos_sin
-
-
-@triton.jit
-def _normed(x, r, weight, dtype: tl.constexpr, HF: tl.constexpr):
-    """A part of a head as `rms_norm` stores it."""
-    n = x.to(tl.float32) * r
-    if HF:
-        n = n.to(dtype).to(tl.float32)
-    return (n * weight).to(dtype)
 
 
 @triton.jit
 def _norm_rotate(
     x_ptr, weight_ptr, y_ptr, token, group, stride_t, H, eps, cos, sin, D: tl.constexpr,
     BD: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
-    WIDE: tl.constexpr, INTERLEAVED: tl.constexpr, HF: tl.constexpr,
+    WIDE: tl.constexpr, INTERLEAVED: tl.constexpr, HF: tl.constexpr, ONE_PLUS: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     heads = group * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, BD)[None, :]
     x_at = x_ptr + tl.multiple_of(token * stride_t, WIDE) + heads * D
     y_at = y_ptr + (token * H + heads) * D
-    s = tl.load(x_at + cols, mask=(heads < H) & (cols < D), other=0.0).to(tl.float32)
-    r = tl.rsqrt(tl.sum(s * s, 1) / D + eps)[:, None]
+    x = tl.load(x_at + cols, mask=(heads < H) & (cols < D), other=0.0)
+    r = inverse_rms(x, eps, D)
     i = tl.arange(0, RP)[None, :]
     first = 2 * i if INTERLEAVED else i
     second = 2 * i + 1 if INTERLEAVED else i + R
     mask = (heads < H) & (i < R)
-    of_first = tl.load(weight_ptr + first, mask=i < R, other=0.0).to(tl.float32)
-    of_second = tl.load(weight_ptr + second, mask=i < R, other=0.0).to(tl.float32)
-    a = _normed(tl.load(x_at + first, mask=mask, other=0.0), r, of_first, dtype, HF)
-    b = _normed(tl.load(x_at + second, mask=mask, other=0.0), r, of_second, dtype, HF)
+    of_first = load_weight(weight_ptr, first, 2 * R, ONE_PLUS)
+    of_second = load_weight(weight_ptr, second, 2 * R, ONE_PLUS)
+    a = scaled(tl.load(x_at + first, mask=mask, other=0.0), r, of_first, HF)
+    b = scaled(tl.load(x_at + second, mask=mask, other=0.0), r, of_second, HF)
     a = a.to(tl.float32)
     b = b.to(tl.float32)
     tl.store(y_at + first, (a * cos - b * sin).to(dtype), mask=mask)
@@ -55,9 +47,9 @@ def _norm_rotate(
     if TAIL > 0:
         rest = 2 * R + tl.arange(0, TAIL)[None, :]
         mask = (heads < H) & (rest < D)
-        weight = tl.load(weight_ptr + rest, mask=rest < D, other=0.0).to(tl.float32)
         x = tl.load(x_at + rest, mask=mask, other=0.0)
-        tl.store(y_at + rest, _normed(x, r, weight, dtype, HF), mask=mask)
+        weight = load_weight(weight_ptr, rest, D, ONE_PLUS)
+        tl.store(y_at + rest, scaled(x, r, weight, HF), mask=mask)
 
 
 @triton.jit(do_not_specialize=["Q_STEPS"])
@@ -66,7 +58,7 @@ def _norm_rope_kernel(
     scaling_ptr, stride_qt, stride_kt, HQ, HK, Q_STEPS, eps,
     D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, TAIL: tl.constexpr,
     ROWS: tl.constexpr, WIDE: tl.constexpr, INTERLEAVED: tl.constexpr, HF: tl.constexpr,
-    SCALED: tl.constexpr, ROUND: tl.constexpr, OVERLAP: tl.constexpr,
+    ONE_PLUS: tl.constexpr, SCALED: tl.constexpr, ROUND: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """ROWS heads of a token, those of k after those of q."""
     begin_overlapped(OVERLAP)
@@ -76,27 +68,29 @@ def _norm_rope_kernel(
     if group < Q_STEPS:
         _norm_rotate(
             q_ptr, q_weight_ptr, q_out_ptr, token, group, stride_qt, HQ, eps, cos, sin,
-            D, BD, R, RP, TAIL, ROWS, WIDE, INTERLEAVED, HF,
+            D, BD, R, RP, TAIL, ROWS, WIDE, INTERLEAVED, HF, ONE_PLUS,
         )  # fmt: skip
     else:
         _norm_rotate(
             k_ptr, k_weight_ptr, k_out_ptr, token, group - Q_STEPS, stride_kt, HK, eps,
-            cos, sin, D, BD, R, RP, TAIL, ROWS, WIDE, INTERLEAVED, HF,
+            cos, sin, D, BD, R, RP, TAIL, ROWS, WIDE, INTERLEAVED, HF, ONE_PLUS,
         )  # fmt: skip
 
 
 def _aligned(x: Tensor, wide: int) -> Tensor:
     """x, or a copy if its loads could not be as wide as the head size allows. The width of loads
     determines the layout of the tile, and so the order of its sum."""
-    dense = x.stride(2) == 1 and x.stride(1) == x.shape[2]
-    if dense and x.stride(0) % wide == 0 and x.data_ptr() % 16 == 0:
+    of_token, of_head, of_feature = x.stride()
+    dense = of_feature == 1 and of_head == x.shape[2]
+    if dense and of_token % wide == 0 and x.data_ptr() % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def norm_rotate(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, positions: Tensor, frequency: Tensor,
-    scaling: Tensor | None, eps: float, hf: bool, round_to: torch.dtype, interleaved: bool,
+    scaling: Tensor | None, eps: float, hf: bool, one_plus: bool, round_to: torch.dtype,
+    interleaved: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Norm and rotate q[T, Hq, D] and k[T, Hk, D]."""
     (t, hq, d), hk, r = q.shape, k.shape[1], frequency.numel()
@@ -110,14 +104,14 @@ def norm_rotate(
         overlap, scaled = facts(q.device).overlaps, scaling is not None
         cache = shape_cache(
             "norm_rope", hq, hk, d, r, q.stride(), k.stride(), q.dtype, q_weight.dtype,
-            positions.dtype, round_to, interleaved, hf, scaled,
+            positions.dtype, round_to, interleaved, hf, one_plus, scaled,
         )  # fmt: skip
         launch(
             cache, _norm_rope_kernel, (t, sum(steps), 1),
             (q, k, q_weight, k_weight, q_out, k_out, positions, frequency,
              scaling if scaled else frequency, q.stride(0), k.stride(0), hq, hk, steps[0], eps, d,
              block, r, power_of_2(r), power_of_2(d - 2 * r) if d > 2 * r else 0, rows, wide,
-             interleaved, hf, scaled, TRITON_DTYPES[round_to], overlap),
+             interleaved, hf, one_plus, scaled, TRITON_DTYPES[round_to], overlap),
             {"num_warps": min(16, max(2, block // 1024)), "launch_pdl": overlap},
         )  # fmt: skip
     return q_out, k_out

@@ -9,6 +9,8 @@ runs the two backwards.
 T = tokens   H = heads   D = head size   R = rotary_dim / 2
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,9 @@ from rlk_kernels.ops.rope.operator import _frequencies, _rope, check_rope, empty
 
 
 def _setup(ctx, inputs, output):
-    *tensors, ctx.eps, _, theta, rotary_dim, cos_sin_dtype, interleaved, backend = inputs
+    *tensors, ctx.eps, _, ctx.one_plus, theta, rotary_dim, cos_sin_dtype, interleaved, backend = (
+        inputs
+    )
     ctx.save_for_backward(*tensors)
     ctx.rotation = theta, rotary_dim, cos_sin_dtype, interleaved, backend
 
@@ -35,25 +39,26 @@ def _backward(ctx, dq, dk):
     )  # fmt: skip
     grads, weights = [], []
     for x, weight, dy in ((q, q_weight, rotated[0]), (k, k_weight, rotated[1])):
-        dx, dw = rms_norm_grad(x, weight, dy, ctx.eps, backend)
+        dx, dw = rms_norm_grad(x, weight, dy, ctx.eps, backend, one_plus=ctx.one_plus)
         grads.append(dx)
         weights.append(dw)
-    return (*grads, *weights, *(None,) * 10)
+    return (*grads, *weights, *(None,) * 11)
 
 
 @custom_op("norm_rope", empty_heads, setup=_setup, backward=_backward)
 def _norm_rope(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, positions: Tensor,
-    inv_freq: Tensor | None, scaling: Tensor | None, eps: float, hf: bool, theta: float,
-    rotary_dim: int, cos_sin_dtype: torch.dtype, interleaved: bool, backend: str,
+    inv_freq: Tensor | None, scaling: Tensor | None, eps: float, hf: bool, one_plus: bool,
+    theta: float, rotary_dim: int, cos_sin_dtype: torch.dtype, interleaved: bool, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     record("norm_rope", backend)
     if backend == "torch":
-        cast = "hf" if hf else "vllm"
-        q, k = (
-            norm(x, weight, eps, cast=cast, backend=backend)
-            for x, weight in ((q, q_weight), (k, k_weight))
-        )
+        how: dict[str, Any] = {
+            "cast": "hf" if hf else "vllm",
+            "one_plus": one_plus,
+            "backend": backend,
+        }
+        q, k = (norm(x, weight, eps, **how) for x, weight in ((q, q_weight), (k, k_weight)))
         return rotate(
             q, k, positions, inv_freq, scaling, theta, rotary_dim, 1.0, cos_sin_dtype, interleaved,
             backend,
@@ -62,8 +67,9 @@ def _norm_rope(
 
     frequency = _frequencies(theta, rotary_dim, q.device) if inv_freq is None else inv_freq
     return kernels.norm_rotate(
-        q, k, q_weight, k_weight, positions, frequency, scaling, eps, hf, cos_sin_dtype, interleaved
-    )
+        q, k, q_weight, k_weight, positions, frequency, scaling, eps, hf, one_plus, cos_sin_dtype,
+        interleaved,
+    )  # fmt: skip
 
 
 def norm_rope(
@@ -75,6 +81,7 @@ def norm_rope(
     *,
     eps: float,
     cast: str = "hf",
+    one_plus: bool = False,
     theta: float | None = None,
     inv_freq: Tensor | None = None,
     scaling: Tensor | None = None,
@@ -85,9 +92,9 @@ def norm_rope(
 ) -> tuple[Tensor, Tensor]:
     """Norm and rotate q[T, Hq, D] and k[T, Hk, D]; q_weight[D], k_weight[D] in their dtype or fp32.
 
-    eps and cast are those of `rms_norm`, the other options those of `rope`: the result has the
-    bits of `rope(rms_norm(q), rms_norm(k))`. q and k have one dtype. Inputs are not modified.
-    Raises UnsupportedShape, UnsupportedDtype, ValueError.
+    eps, cast and one_plus are those of `rms_norm`, the other options those of `rope`: the result
+    has the bits of `rope(rms_norm(q), rms_norm(k))`. q and k have one dtype. Inputs are not
+    modified. Raises UnsupportedShape, UnsupportedDtype, ValueError.
     """
     size = check_rope(
         "norm_rope", q, k, positions, theta, inv_freq, scaling, rotary_dim, cos_sin_dtype
@@ -115,6 +122,6 @@ def norm_rope(
     chosen = choose("norm_rope", backend, q, k, positions, inv_freq, scaling, q_weight, k_weight)
     return call(
         _norm_rope, q, k, q_weight.contiguous(), k_weight.contiguous(), positions.contiguous(),
-        frequency, factor, float(eps), cast == "hf", float(theta or 0.0), size, cos_sin_dtype,
-        interleaved, chosen,
+        frequency, factor, float(eps), cast == "hf", one_plus, float(theta or 0.0), size,
+        cos_sin_dtype, interleaved, chosen,
     )  # fmt: skip

@@ -13,11 +13,40 @@ GRAD_ROWS = 16
 """Rows whose weight gradients one program adds, in order."""
 
 
+@triton.jit
+def load_weight(weight_ptr, cols, H: tl.constexpr, ONE_PLUS: tl.constexpr):
+    """What a norm multiplies by, in fp32."""
+    weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+    return weight + 1.0 if ONE_PLUS else weight
+
+
+@triton.jit
+def added(x, res):
+    """x + res, rounded."""
+    return (x.to(tl.float32) + res.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def inverse_rms(x, eps, H: tl.constexpr):
+    """Of each row of a tile, whose elements from H on are 0."""
+    s = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(s * s, 1) / H + eps)[:, None]
+
+
+@triton.jit
+def scaled(x, r, weight, HF: tl.constexpr):
+    """Some elements of rows, normed by `inverse_rms` and rounded."""
+    n = x.to(tl.float32) * r
+    if HF:
+        n = n.to(x.dtype).to(tl.float32)
+    return (n * weight).to(x.dtype)
+
+
 @triton.jit(do_not_specialize=["M"])
 def _rms_norm_fwd_kernel(
     x_ptr, res_ptr, weight_ptr, y_ptr, new_ptr, M, stride_x, stride_head, stride_r, eps,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, HF: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HF: tl.constexpr, ONE_PLUS: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, BH)[None, :]
@@ -26,25 +55,21 @@ def _rms_norm_fwd_kernel(
     x = tl.load(at, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         res = tl.load(res_ptr + rows * stride_r + cols, mask=mask, other=0.0)
-        x = (x.to(tl.float32) + res.to(tl.float32)).to(x.dtype)
+        x = added(x, res)
         tl.store(new_ptr + rows * H + cols, x, mask=mask)
-    s = x.to(tl.float32)
-    r = tl.rsqrt(tl.sum(s * s, 1) / H + eps)
-    n = s * r[:, None]
-    weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
-    if HF:
-        n = n.to(y_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(y_ptr + rows * H + cols, (n * weight).to(y_ptr.dtype.element_ty), mask=mask)
+    y = scaled(x, inverse_rms(x, eps, H), load_weight(weight_ptr, cols, H, ONE_PLUS), HF)
+    tl.store(y_ptr + rows * H + cols, y, mask=mask)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _rms_norm_bwd_kernel(
     s_ptr, weight_ptr, dy_ptr, dnew_ptr, ds_ptr, dw_ptr, M, eps,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    ONE_PLUS: tl.constexpr,
 ):  # fmt: skip
     cols = tl.arange(0, BH)
     mask = cols < H
-    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    weight = load_weight(weight_ptr, cols, H, ONE_PLUS)
     dw = tl.zeros((BH,), tl.float32)
     first = tl.program_id(0).to(tl.int64) * ROWS
     for i in range(ROWS):
@@ -64,7 +89,7 @@ def _rms_norm_bwd_kernel(
 
 
 def forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, hf: bool
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, hf: bool, one_plus: bool
 ) -> tuple[Tensor, Tensor]:
     """(y, s) of x[M, H], or without a residual of x[T, heads, H], with dense rows; s is
     x + residual, or empty without a residual."""
@@ -77,20 +102,20 @@ def forward(
         rows = max(1, 1024 // block)
         cache = shape_cache(
             x.shape, x.stride(), x.dtype, weight.dtype,
-            None if residual is None else residual.stride(0), hf,
+            None if residual is None else residual.stride(0), hf, one_plus,
         )  # fmt: skip
         launch(
             cache, _rms_norm_fwd_kernel, (cdiv(m, rows), 1, 1),
             (x, residual, weight, y, s, m, x.stride(0), x.stride(1) if heads > 1 else 0,
              residual.stride(0) if residual is not None else 0, eps, h, block, rows, heads,
-             residual is not None, hf),
+             residual is not None, hf, one_plus),
             {"num_warps": min(16, max(2, block // 1024))},
         )  # fmt: skip
     return y, s
 
 
 def backward(
-    s: Tensor, weight: Tensor, dy: Tensor, dnew: Tensor | None, eps: float
+    s: Tensor, weight: Tensor, dy: Tensor, dnew: Tensor | None, eps: float, one_plus: bool
 ) -> tuple[Tensor, Tensor]:
     """(ds, dweight)."""
     m, h = s.shape
@@ -98,10 +123,13 @@ def backward(
     partial = empty((cdiv(m, GRAD_ROWS), h), torch.float32, s.device)
     if m:
         block = power_of_2(h)
+        cache = shape_cache(
+            "rms_norm_backward", h, s.dtype, weight.dtype, dy.dtype, dnew is not None, one_plus
+        )
         launch(
-            shape_cache("rms_norm_backward", h, s.dtype, weight.dtype, dy.dtype, dnew is not None),
-            _rms_norm_bwd_kernel, (partial.shape[0], 1, 1),
-            (s, weight, dy, dnew, ds, partial, m, eps, h, block, GRAD_ROWS, dnew is not None),
+            cache, _rms_norm_bwd_kernel, (partial.shape[0], 1, 1),
+            (s, weight, dy, dnew, ds, partial, m, eps, h, block, GRAD_ROWS, dnew is not None,
+             one_plus),
             {"num_warps": min(16, max(1, block // 512))},
         )  # fmt: skip
     return ds, column_sum(partial, "triton")

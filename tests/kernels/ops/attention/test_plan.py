@@ -8,10 +8,11 @@ from rlk_kernels.ops.attention.call import AttentionCall, AttentionPlan
 
 
 def planned(
-    q: torch.Tensor, k: torch.Tensor, table: torch.Tensor | None, batch: int
-) -> AttentionPlan:
+    q: torch.Tensor, k: torch.Tensor, table: torch.Tensor | None, batch: int,
+    window: int | None = None,
+) -> AttentionPlan:  # fmt: skip
     bounds = torch.zeros(batch + 1, dtype=torch.int32)
-    call = AttentionCall(q, k, k, bounds, bounds[1:], table, True, 0.1, None)
+    call = AttentionCall(q, k, k, bounds, bounds[1:], table, True, 0.1, window)
     return attention_forward._plan(call, None, None, True)
 
 
@@ -38,6 +39,32 @@ def test_few_rows_of_one_sequence_are_taken_alone(
     assert plan.alone == alone
     assert plan.split == (width > 1024)
     assert plan.listed == (plan.split and batch > 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "batch", "heads", "window", "merged"),
+    [
+        (2048, 1, (32, 8), None, False),  # 512 blocks of rows, of which none would be divided
+        (2048, 1, (8, 4), None, True),  # 128 of them
+        (2048, 1, (8, 4), 1024, False),
+        (2048, 1, (8, 4), 1025, True),
+        (2048, 16, (32, 8), None, True),  # one sequence may be longer than the others
+        (2048, 16, (32, 8), 1024, False),
+        (4, 1, (8, 4), 1024, True),  # few rows
+        (64, 64, (8, 4), 1024, True),
+    ],
+)
+def test_nothing_is_merged_where_no_row_has_two_pieces(
+    tokens, batch, heads, window, merged, monkeypatch
+):
+    monkeypatch.setattr(attention_forward, "facts", lambda device: H200)
+    q = torch.empty(tokens, heads[0], 256, dtype=torch.bfloat16, device="meta")
+    cache = torch.empty(4, 16, heads[1], 256, dtype=torch.bfloat16, device="meta")
+    table = torch.empty(batch, 2560, dtype=torch.int32, device="meta")
+    plan = planned(q, cache, table, batch, window)
+    assert plan.split
+    assert plan.merged == merged
+    assert (plan.target == 1) != merged
 
 
 @pytest.mark.parametrize(("stride", "special"), [((1 << 26) - 1, True), (1 << 26, False)])

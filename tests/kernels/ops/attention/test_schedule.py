@@ -179,6 +179,46 @@ def test_the_first_blocks_alone_share_nothing(monkeypatch):
     assert row(made[1], schedule.LEADER)[:4].tolist() == [-1, -1, 2, 2]
 
 
+def merges(monkeypatch):
+    """The calls whose pieces are merged."""
+    calls, launch = [], merge.merge_parts
+
+    def spy(cache, plan, call, scratch, chunk):
+        calls.append(call)
+        launch(cache, plan, call, scratch, chunk)
+
+    monkeypatch.setattr(attention_forward, "merge_parts", spy)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("lens", "window"),
+    [
+        (([300], [300]), None),
+        (([300], [1000]), None),
+        (([130], [170]), CHUNK),
+        (([130, 0, 1, 90], [170, 5, 300, 90]), CHUNK),
+    ],
+)
+def test_blocks_of_rows_that_are_one_piece_are_not_merged(lens, window, monkeypatch):
+    """Also where fewer queries are there than the shape has."""
+    merged = merges(monkeypatch)
+    x = batch(*lens, width=40)
+    one = run(*x, window=window, split=False)
+    assert same(run(*x, window=window, split=True), one)
+    fewer = [*x[:3], x[3].clamp(max=70), *x[4:]]
+    out, lse = run(*fewer, window=window, split=True)
+    expected = run(*fewer, window=window, split=False)
+    assert same((out[:70], lse[:, :70]), (expected[0][:70], expected[1][:, :70]))
+    assert not merged
+    few_programs(monkeypatch, 100)
+    assert same(
+        run(*x, window=window and CHUNK + 1, split=True)[:1],
+        run(*x, window=window and CHUNK + 1, split=False)[:1],
+    )
+    assert merged
+
+
 @pytest.mark.parametrize("fault", ["order", "first", "leader"])
 def test_a_merge_that_goes_wrong_is_noticed(fault, monkeypatch):
     x, joint, _ = group()
