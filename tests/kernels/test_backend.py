@@ -158,10 +158,10 @@ def test_registration_passes_torchs_own_check():
     grad = torch.zeros(W.shape)
     torch.library.opcheck(ops.add_weight_grad, (grad, X @ W.mT, X, "torch"))
     cache, lens = h[None].clone(), torch.tensor([3], dtype=torch.int32)
-    shared = (0.5, None, None, None, False, "torch")
+    shared = (0.5, None, 0.0, None, None, False, "torch")
     torch.library.opcheck(
         ops.paged_attention_into,
-        (torch.empty_like(h), h, cache, cache + 1, cu[None, :1], lens, cu, *shared),
+        (torch.empty_like(h), h, cache, cache + 1, None, cu[None, :1], lens, cu, *shared),
     )
     ids, ones = torch.tensor([1, 2, 0]), torch.ones(3)
     prepare = (ids, ones, torch.ones(1), True, cu, 1, "grpo", None, -100, "torch")

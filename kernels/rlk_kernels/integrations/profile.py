@@ -259,7 +259,15 @@ def attention(
     if group is not None:
         return context_attention(q, k, v, cu_q, group, scale=scale, window=window, softcap=softcap)
     return rlk_kernels.attention(
-        q, k, v, cu_q, cu_k, scale=scale, window=window, softcap=softcap, sinks=_in_fp32(sinks)
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks=None if sinks is None else sinks.float(),
     )
 
 
@@ -316,10 +324,6 @@ def paged_latent_attention(
     return _by_head(out, weight.values)
 
 
-def _in_fp32(sinks: Tensor | None) -> Tensor | None:
-    return None if sinks is None else sinks.float()
-
-
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lengths: Tensor, cu_q: Tensor,
     scale: float, window: int | None, out: Tensor, schedule: rlk_kernels.Schedule | None = None,
@@ -330,7 +334,7 @@ def paged_attention(
     return rlk_kernels.paged_attention(
         q, k_cache, v_cache, table, lengths,
         cu_seqlens_q=cu_q, scale=float32(scale), window=window, out=out, schedule=schedule,
-        softcap=softcap, sinks=_in_fp32(sinks),
+        softcap=softcap, sinks=sinks,
     )  # fmt: skip
 
 

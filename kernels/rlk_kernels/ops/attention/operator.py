@@ -100,11 +100,12 @@ def _check(op: str, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int |
 
 
 def _variant(
-    op: str, heads: int, sinks: Tensor | None, softcap: float | None
+    op: str, heads: int, sinks: Tensor | None, softcap: float | None, *dtypes: torch.dtype
 ) -> tuple[Tensor | None, float]:
-    """(sinks, softcap) for the custom operators, where 0 is no cap; raises if they are invalid."""
+    """(sinks, softcap) for the custom operators, where 0 is no cap; raises if they are invalid.
+    dtypes: those that sinks may have, besides float32."""
     if sinks is not None:
-        sink_logits.check(op, sinks, heads)
+        sink_logits.check(op, sinks, heads, *dtypes)
         sinks = sinks.contiguous()
     if softcap is None:
         return sinks, 0.0
@@ -261,11 +262,12 @@ def paged_attention(
     a sequence's last key never affect a result. With out[T, Hq, D] (contiguous, in q's dtype) the
     result is written to `out`, which is returned. `schedule`: the result of `paged_schedule` for
     the same tables and lengths; it changes the time and no bit, and the torch backend ignores it.
-    There is no gradient. A table with too few blocks, or with a block that the cache lacks, raises
-    on the torch backend and is not checked on a GPU. Rows of q outside every sequence (the padding
-    of a CUDA graph) are undefined on a GPU and 0 on the torch backend. Raises UnsupportedShape
-    (also for a schedule of other shapes, window or softcap), UnsupportedDtype, ValueError (also if
-    `out` would need a gradient), and what `backend.choose` raises.
+    sinks[Hq] are float32 or q's dtype. There is no gradient. A table with too few blocks, or with a
+    block that the cache lacks, raises on the torch backend and is not checked on a GPU. Rows of q
+    outside every sequence (the padding of a CUDA graph) are undefined on a GPU and 0 on the torch
+    backend. Raises UnsupportedShape (also for a schedule of other shapes, window or softcap),
+    UnsupportedDtype, ValueError (also if `out` would need a gradient), and what `backend.choose`
+    raises.
     """
     scale, table, lens, cu_q = _paged(
         "paged_attention", q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale,
@@ -292,18 +294,17 @@ def paged_attention(
         raise ValueError(f"paged_attention: {NO_GRADIENT}; use torch.no_grad()")
     cap = 0.0
     if sinks is not None or softcap is not None:
-        sinks, cap = _variant("paged_attention", q.shape[1], sinks, softcap)
-    if out is not None and sinks is None and not cap:
-        lse = call(
-            _paged_attention_into, out, q, k_cache, v_cache, table, lens, cu_q, scale, window, plan,
-            pieces, special, chosen, inference=None if return_lse else attend_into_alone,
-        )  # fmt: skip
-        return (out, lse) if return_lse else out
-    needs_lse = return_lse or sinks is not None or cap > 0
-    result, lse = call(
-        _paged_attention, q, k_cache, v_cache, None if sinks is None else sinks.detach(), table,
-        lens, cu_q, scale, window, cap, plan, pieces, special, chosen,
-        inference=None if needs_lse else attend_paged_alone,
+        sinks, cap = _variant("paged_attention", q.shape[1], sinks, softcap, q.dtype)
+        sinks = None if sinks is None else sinks.detach()
+    arguments = (
+        q, k_cache, v_cache, sinks, table, lens, cu_q, scale, window, cap, plan, pieces, special,
+        chosen,
     )  # fmt: skip
-    result = result if out is None else out.copy_(result)
+    needs_lse = return_lse or sinks is not None or cap > 0
+    if out is None:
+        alone = None if needs_lse else attend_paged_alone
+        result, lse = call(_paged_attention, *arguments, inference=alone)
+    else:
+        alone = None if needs_lse else attend_into_alone
+        result, lse = out, call(_paged_attention_into, out, *arguments, inference=alone)
     return (result, lse) if return_lse else result

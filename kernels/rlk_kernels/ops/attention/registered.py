@@ -123,13 +123,14 @@ def _paged_attention(
 
 
 def _attend_into(
-    out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor,
-    context_lens: Tensor, cu_q: Tensor, scale: float, window: int | None, plan: Tensor | None,
-    pieces: Tensor | None, special: bool, backend: str, keeps_lse: bool = True,
+    out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, sinks: Tensor | None,
+    block_table: Tensor, context_lens: Tensor, cu_q: Tensor, scale: float, window: int | None,
+    softcap: float, plan: Tensor | None, pieces: Tensor | None, special: bool, backend: str,
+    keeps_lse: bool = True,
 ) -> Tensor:  # fmt: skip
-    """`attend_paged` without sinks and softcap, into `out`; returns lse."""
+    """`attend_paged` into `out`; returns lse."""
     result, lse = attend_paged(
-        q, k_cache, v_cache, None, block_table, context_lens, cu_q, scale, window, 0.0, plan,
+        q, k_cache, v_cache, sinks, block_table, context_lens, cu_q, scale, window, softcap, plan,
         pieces, special, backend, out, keeps_lse,
     )  # fmt: skip
     if result is not out:
@@ -143,12 +144,12 @@ attend_into_alone = functools.partial(_attend_into, keeps_lse=False)
 
 @custom_op("paged_attention_into", lambda out, *rest: _fake(*rest)[1], writes=("out",))
 def _paged_attention_into(
-    out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor,
-    context_lens: Tensor, cu_q: Tensor, scale: float, window: int | None, plan: Tensor | None,
-    pieces: Tensor | None, special: bool, backend: str,
+    out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, sinks: Tensor | None,
+    block_table: Tensor, context_lens: Tensor, cu_q: Tensor, scale: float, window: int | None,
+    softcap: float, plan: Tensor | None, pieces: Tensor | None, special: bool, backend: str,
 ) -> Tensor:  # fmt: skip
     """lse; the result is written to `out`, on triton by the kernel itself."""
     return _attend_into(
-        out, q, k_cache, v_cache, block_table, context_lens, cu_q, scale, window, plan, pieces,
-        special, backend,
+        out, q, k_cache, v_cache, sinks, block_table, context_lens, cu_q, scale, window, softcap,
+        plan, pieces, special, backend,
     )  # fmt: skip

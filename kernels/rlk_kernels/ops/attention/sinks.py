@@ -21,12 +21,13 @@ from rlk_kernels.numerics.column_sum.operator import column_sum
 from rlk_kernels.numerics.rows import tree_sum
 
 
-def check(op: str, sinks: Tensor, heads: int) -> None:
-    """Raise unless sinks are float32 [heads]."""
+def check(op: str, sinks: Tensor, heads: int, *dtypes: torch.dtype) -> None:
+    """Raise unless sinks are [heads] of float32 or one of `dtypes`."""
     if sinks.shape != (heads,):
         raise UnsupportedShape(f"{op}: sinks[{heads}] are needed, not {tuple(sinks.shape)}")
-    if sinks.dtype != torch.float32:
-        raise UnsupportedDtype(f"{op}: sinks are {sinks.dtype}; float32 is needed")
+    if sinks.dtype not in (torch.float32, *dtypes):
+        words = " or ".join(str(each) for each in dict.fromkeys((torch.float32, *dtypes)))
+        raise UnsupportedDtype(f"{op}: sinks are {sinks.dtype}; {words} is needed")
 
 
 def _portable(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,7 +42,7 @@ def _portable(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add(out: Tensor, lse: Tensor, sinks: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    """(out', lse') of out[T, H, D] and lse[H, T]."""
+    """(out', lse') of out[T, H, D] and lse[H, T], on triton in the memory of out and lse."""
     if backend == "torch":
         return _portable(out, lse, sinks)
     from rlk_kernels.ops.attention import sinks_kernels

@@ -25,21 +25,20 @@ def _share(part, whole):
 
 @triton.jit(do_not_specialize=["T"])
 def _add_sinks_kernel(
-    out_ptr, lse_ptr, sinks_ptr, new_ptr, more_ptr, T, H, D: tl.constexpr, BD: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
+    out_ptr, lse_ptr, sinks_ptr, T, H, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, BD)[None, :]
-    lse = tl.load(lse_ptr + heads.to(tl.int64) * T + token, mask=heads < H, other=0.0)
-    sink = tl.load(sinks_ptr + heads, mask=heads < H, other=0.0)
-    more = _more(lse, sink)
-    tl.store(more_ptr + heads.to(tl.int64) * T + token, more, mask=heads < H)
+    lse_at = lse_ptr + heads.to(tl.int64) * T + token
+    lse = tl.load(lse_at, mask=heads < H, other=0.0)
+    more = _more(lse, tl.load(sinks_ptr + heads, mask=heads < H, other=0.0).to(tl.float32))
+    tl.store(lse_at, more, mask=heads < H)
     at = (token * H + heads)[:, None] * D + dims
     mask = (heads[:, None] < H) & (dims < D)
     out = tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32)
     out = out * _share(lse, more)[:, None]
-    tl.store(new_ptr + at, out.to(new_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -69,17 +68,14 @@ def _grid(out: Tensor) -> tuple[int, int, int]:
 
 
 def add(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """`sinks.add` for a dense out."""
+    """`sinks.add` for a dense out, in place."""
     t, h, d = out.shape
-    new, more = torch.empty_like(out), torch.empty_like(lse)
     if t:
-        cache = shape_cache("sinks", h, d, out.dtype)
         launch(
-            cache, _add_sinks_kernel, _grid(out),
-            (out, lse, sinks, new, more, t, h, d, power_of_2(d), ROWS),
-            {"num_warps": 4},
+            shape_cache("sinks", h, d, out.dtype, sinks.dtype), _add_sinks_kernel, _grid(out),
+            (out, lse, sinks, t, h, d, power_of_2(d), ROWS), {"num_warps": 4},
         )  # fmt: skip
-    return new, more
+    return out, lse
 
 
 def gradient_parts(out: Tensor, lse: Tensor, sinks: Tensor, do: Tensor) -> Tensor:

@@ -55,8 +55,9 @@ def clamped_swiglu(
     gate: Tensor, up: Tensor, *, alpha: float, limit: float, backend: str | None = None
 ) -> Tensor:
     """The formula for gate[..., F] and up[..., F] of one dtype (bfloat16, float16, float32; float64
-    on the torch backend). Raises UnsupportedShape, UnsupportedDtype, and ValueError for a limit
-    that is not above 0."""
+    on the torch backend). Views of the same strides are read where they are, as x[..., ::2] and
+    x[..., 1::2]; others are copied. Raises UnsupportedShape, UnsupportedDtype, and ValueError for a
+    limit that is not above 0."""
     if not limit > 0:
         raise ValueError(f"clamped_swiglu: limit must be above 0, not {limit}")
     if gate.shape != up.shape or gate.dim() < 1:
@@ -68,6 +69,5 @@ def clamped_swiglu(
             f"clamped_swiglu: gate is {gate.dtype} and up is {up.dtype}; cast one"
         )
     chosen = choose("clamped_swiglu", backend, gate, up)
-    f = gate.shape[-1]
-    rows = [t.contiguous().view(-1 if f else t.shape[:-1].numel(), f) for t in (gate, up)]
+    rows = [t.reshape(t.shape[:-1].numel(), t.shape[-1]) for t in (gate, up)]
     return call(_clamped, *rows, float(alpha), float(limit), chosen).view(gate.shape)

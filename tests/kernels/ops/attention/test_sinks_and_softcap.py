@@ -54,10 +54,18 @@ def test_a_sequence_has_its_bits_alone_and_out_of_a_paged_cache(backend, options
     assert torch.equal(rk.attention(*last, bounds, bounds, backend=backend, **options), whole[9:])
     cache = [torch.cat([x, x[:3]]).view(6, 4, 2, 16) for x in last[1:]]
     table, lens = torch.arange(6)[None], torch.tensor([21])
-    paged = rk.paged_attention(
-        q[-3:], *cache, table, lens, cu_seqlens_q=torch.tensor([0, 3]), backend=backend, **options
-    )
+    how = {"cu_seqlens_q": torch.tensor([0, 3]), "backend": backend, **options}
+    paged = rk.paged_attention(q[-3:], *cache, table, lens, **how)
     assert torch.equal(paged, whole[-3:])
+    if "sinks" in options:
+        how["sinks"] = SINK.to(dtype)  # which holds their values
+    out = torch.full_like(q[-3:], torch.nan)
+    result, lse = rk.paged_attention(q[-3:], *cache, table, lens, out=out, return_lse=True, **how)
+    assert result is out
+    assert torch.equal(out, whole[-3:])
+    assert torch.equal(
+        lse, rk.paged_attention(q[-3:], *cache, table, lens, return_lse=True, **how)[1]
+    )
     out = torch.full_like(paged, float("nan"))
     rk.paged_attention(
         q[-1:], *cache, table, lens, cu_seqlens_q=torch.tensor([0, 1]), out=out[-1:],
