@@ -120,8 +120,8 @@ def test_no_features_are_fine_and_have_gradients_of_no_numbers(backend):
 def test_registration_passes_torchs_own_check():
     ops = torch.ops.rlk
     torch.library.opcheck(ops.gemm, (X, W, None, False, True, torch.float32, "torch"))
-    torch.library.opcheck(ops.rms_norm, (X, None, W[0], 1e-6, True, "torch"))
-    torch.library.opcheck(ops.rms_norm, (X, X.clone(), W[0], 1e-6, True, "torch"))
+    torch.library.opcheck(ops.rms_norm, (X, None, W[0], 1e-6, True, False, "torch"))
+    torch.library.opcheck(ops.rms_norm, (X, X.clone(), W[0], 1e-6, True, False, "torch"))
     torch.library.opcheck(ops.swiglu, (X, X.clone(), True, "torch"))
     torch.library.opcheck(ops.softcap, (X, 2.0, "torch"))
     torch.library.opcheck(ops.clamped_swiglu, (X, X.clone(), 1.7, 7.0, "torch"))
