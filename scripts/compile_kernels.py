@@ -146,6 +146,8 @@ def rows(m: int, h: int = 4096, ff: int = 12288, v: int = 128256) -> None:
         _backward(rk.swiglu(_x(m, ff), _x(m, ff), activation=activation))
     _backward(rk.softcap(_x(m, v, dtype=FP32), 30.0))
     _backward(rk.clamped_swiglu(_x(m, ff), _x(m, ff), alpha=1.702, limit=7.0))
+    both = _x(m, 2 * ff)
+    _backward(rk.clamped_swiglu(both[:, ::2], both[:, 1::2], alpha=1.702, limit=7.0))
     for kind in ("relu2", "gelu_tanh"):
         _backward(rk.activation(_x(m, ff), kind))
     for bias in (None, _x(h)):
