@@ -32,12 +32,12 @@ from rlk_align.errors import BadOption
 from rlk_align.model.checkpoint import EXPERT, resolve_model
 from rlk_align.model.shape import read_shape
 from rlk_align.record.shared.choose import Key
+from rlk_align.record.shared.together import of_all
 from rlk_align.record.train.hf import refuse_autocast, refuse_replaced, to_numpy
 from rlk_align.record.train.live import ForwardInput, Live
 from rlk_align.record.train.megatron_limits import check_chunk, check_grid, gpt_model
 from rlk_align.record.train.rank_attributes import of_ranks
 from rlk_align.record.train.segments import Chosen, rows_of, segments
-from rlk_align.record.train.together import of_all
 from rlk_align.record.train.weight_files import WeightFiles, write_index
 from rlk_align.trace.writer import PassWriter
 

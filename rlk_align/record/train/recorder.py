@@ -8,10 +8,10 @@ import torch
 from rlk_align.errors import BadOption
 from rlk_align.record.shared.choose import Prompts
 from rlk_align.record.shared.shard import SCORED, SideFolder
+from rlk_align.record.shared.together import on_all
 from rlk_align.record.train.live import Live
 from rlk_align.record.train.rank_shard import RankFolder
 from rlk_align.record.train.recording import Recording
-from rlk_align.record.train.together import on_all
 
 
 class Recorder:

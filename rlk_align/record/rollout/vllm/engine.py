@@ -103,3 +103,8 @@ def live_engine(llm: Any, config: Any) -> RecordedEngine:
     engine = described_engine(config)
     engine.attach(llm)
     return engine
+
+
+def adapter_number(request: Any) -> int:
+    """vLLM's number of a request's adapter, which each adapter has its own of; 0 for none."""
+    return 0 if request.lora_request is None else int(request.lora_request.lora_int_id)

@@ -1,0 +1,42 @@
+"""A loop of reinforcement learning as a user writes it, whose rollout is an Engine of SGLang.
+
+sglang_loop.py FOLDER MODEL PROMPTS.json        with RLK_RECORD in the environment
+
+SGLANG in the environment: further settings of the Engine, in JSON.
+"""
+
+# SGLang's other processes import this script too: they need what a CPU lacks.
+import sglang_stand_ins  # noqa: F401  isort: skip
+
+import json
+import os
+import sys
+from pathlib import Path
+
+
+def rollout(folder: Path, model: str, prompts: list[list[int]]) -> None:
+    import sglang
+
+    engine = sglang.Engine(
+        model_path=model,
+        device="cpu",
+        skip_tokenizer_init=True,
+        attention_backend="torch_native",
+        max_total_tokens=16384,
+        grammar_backend="none",
+        context_length=1024,
+        disable_radix_cache=True,
+        log_level="warning",
+        random_seed=0,
+        **json.loads(os.environ.get("SGLANG", "{}")),
+    )
+    settings = {"temperature": 1.0, "max_new_tokens": 24}
+    outputs = engine.generate(input_ids=prompts, sampling_params=settings)
+    assert not any("output_token_logprobs" in o["meta_info"] for o in outputs), outputs[0]
+    ids = [[p, o["output_ids"]] for p, o in zip(prompts, outputs, strict=True)]
+    (folder / "ids.json").write_text(json.dumps(ids))
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    rollout(Path(sys.argv[1]), sys.argv[2], json.loads(Path(sys.argv[3]).read_text()))
