@@ -14,15 +14,14 @@ from typing import Any
 from rlk_align.errors import RlkError
 from rlk_align.record.rollout.settings import FOLDER, Settings
 
-PLUGIN = "rlk_record"
-"""The name of the entry point."""
 _END = "rlk_end_of_call"
 """A method of SGLang's Scheduler that does nothing; every call of a scheduler ends the step."""
 
 
 def plugin() -> None:
     """The entry point that SGLang calls in each of its processes. It ends the process where it
-    fails, because SGLang logs a plug-in's exceptions and serves without the plug-in."""
+    fails, because SGLang logs a plug-in's exceptions and serves without the plug-in. A second call
+    does nothing."""
     if not os.environ.get(FOLDER):
         return
     try:
@@ -31,6 +30,8 @@ def plugin() -> None:
         from sglang.srt.managers.scheduler import Scheduler
     except (RlkError, ImportError) as error:
         raise SystemExit(f"{FOLDER}: {error}") from error
+    if hasattr(Scheduler, _END):
+        return
     _patch_launch(Engine)
     _patch_generate(Engine)
     _patch_scheduler(Scheduler)

@@ -2,7 +2,8 @@
 
 sglang_loop.py FOLDER MODEL PROMPTS.json        with RLK_RECORD in the environment
 
-SGLANG in the environment: further settings of the Engine, in JSON.
+In the environment: SGLANG, further settings of the Engine, in JSON; RAW, whether its log-probs are
+raw.
 """
 
 # SGLang's other processes import this script too: they need what a CPU lacks.
@@ -12,6 +13,8 @@ import json
 import os
 import sys
 from pathlib import Path
+
+os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = os.environ.get("RAW", "1")
 
 
 def rollout(folder: Path, model: str, prompts: list[list[int]]) -> None:
@@ -32,6 +35,8 @@ def rollout(folder: Path, model: str, prompts: list[list[int]]) -> None:
     )
     settings = {"temperature": 1.0, "max_new_tokens": 24}
     outputs = engine.generate(input_ids=prompts, sampling_params=settings)
+    # Another call is another step.
+    engine.generate(input_ids=prompts[:2], sampling_params=settings | {"temperature": 0.5})
     assert not any("output_token_logprobs" in o["meta_info"] for o in outputs), outputs[0]
     ids = [[p, o["output_ids"]] for p, o in zip(prompts, outputs, strict=True)]
     (folder / "ids.json").write_text(json.dumps(ids))

@@ -21,7 +21,8 @@ class LivePass:
     def __init__(self, writer: PassWriter | None, taps: MakeTaps) -> None:
         """`writer`: that of rank 0; None on the other ranks, which take part in gathering."""
         self._writer = None if writer is None else SafeWriter(writer)
-        self._make, self._taps = taps, None
+        self._make = taps
+        self._taps: SiteHooks | None = None
         self._samples: dict[str, int] = {}
         self._wanted: list[range] = []
 

@@ -11,7 +11,7 @@ from rlk_align.errors import EngineFailed, RlkError, TraceNotWritten
 from rlk_align.record.rollout.core import Core, LiveRequest
 from rlk_align.record.rollout.live_pass import LivePass
 from rlk_align.record.rollout.settings import Settings
-from rlk_align.record.rollout.sglang.engine import live_engine
+from rlk_align.record.rollout.sglang.engine import RecordedSGLang, live_engine
 from rlk_align.record.rollout.sglang.follower import FollowerShard
 from rlk_align.record.rollout.sglang.taps import LiveTaps
 from rlk_align.record.shared.layout import next_step, step_folder
@@ -26,6 +26,7 @@ T = TypeVar("T")
 class SGLangCore(Core):
     """A scheduler, between its forwards."""
 
+    engine: RecordedSGLang
     log = log
 
     def __init__(self, scheduler: Any, settings: Settings) -> None:

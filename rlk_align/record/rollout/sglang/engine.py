@@ -12,8 +12,7 @@ from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
 from rlk_align.model.checkpoint import read_config, resolve_model
 from rlk_align.model.shape import read_shape
-from rlk_align.model.sites import model_sites
-from rlk_align.trace.schema import COMPILED
+from rlk_align.record.rollout.boundary import Boundary
 
 _ONE = {
     "pp_size": "pipeline stages",
@@ -62,11 +61,8 @@ def check_arguments(given: Any) -> None:
     attention_backend(lambda _: args.attention_backend, args.device)
 
 
-class RecordedSGLang(SGLangEngine):
+class RecordedSGLang(Boundary, SGLangEngine):
     """The live engine of a job."""
-
-    compiled: bool
-    """Whether forwards replay captured graphs, in which no tap sees a value."""
 
     def attach(self, runner: Any, ranks: Ranks) -> None:
         """Describes a live ModelRunner of another program, instead of one that it opens itself."""
@@ -76,13 +72,6 @@ class RecordedSGLang(SGLangEngine):
         self.compiled = bool(graphs - {None, getattr(runner, "eager_runner", None)})
         if not self.compiled:
             add_head(self.model)
-
-    def unexposed(self, kind: str) -> dict[str, str]:
-        hidden = super().unexposed(kind)
-        if not self.compiled:
-            return hidden
-        sites = [site.name for site in model_sites(self.shape) if site.name != "logprob"]
-        return dict.fromkeys(sites, COMPILED) | hidden
 
 
 _GRAPHS = ("decode", "prefill")

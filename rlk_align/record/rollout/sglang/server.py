@@ -105,8 +105,8 @@ class SGLangServer:
     def _take_inputs(self, take: Any, received: list[Any]) -> None:
         """Gives the scheduler its inputs in their order. What ends a step, and all after it, waits
         until the step has been scored."""
-        waiting, now = [*self._held, *received], []
-        self._held = []
+        waiting = [*self._held, *received]
+        self._held, now = [], list[Any]()
         for i, each in enumerate(waiting):
             if reason := _ENDS.get(type(each).__name__):
                 take(now)

@@ -8,7 +8,7 @@ from typing import Any
 from rlk_align.errors import TraceNotWritten
 from rlk_align.record.rollout.core import Core, LiveRequest
 from rlk_align.record.rollout.settings import Settings
-from rlk_align.record.rollout.vllm.engine import live_engine
+from rlk_align.record.rollout.vllm.engine import RecordedEngine, live_engine
 from rlk_align.record.rollout.vllm.request import VLLMRequest
 from rlk_align.record.shared.layout import ADAPTER, next_step
 from rlk_align.record.shared.shard import Shard, SideFolder
@@ -31,6 +31,7 @@ class _EngineCoreLLM:
 class VLLMCore(Core):
     """An engine core, whose workers have the methods of `RecordingWorker`."""
 
+    engine: RecordedEngine
     log = log
 
     def __init__(self, core: Any, settings: Settings) -> None:
