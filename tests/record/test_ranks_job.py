@@ -18,6 +18,8 @@ class Trainer:
     """The words of the loop before the fault."""
     spec: str
     """The engine of `compare` that computes the same."""
+    chunks: int = 1
+    """Virtual stages of each rank."""
 
 
 def megatron(tp: int, pp: int) -> Trainer:
@@ -43,6 +45,7 @@ TRAINERS = {
     "tp2": megatron(2, 1),
     "pp2": megatron(1, 2),
     "tp2pp2": megatron(2, 2),
+    "pp2vp2": Trainer(2, "megatron_loop.py", ("1", "2", "1"), "megatron:pp=2", chunks=2),
     # The engine of `compare` has no data-parallel ranks without experts.
     "dp2": Trainer(2, "megatron_loop.py", ("1", "1", "1"), ""),
 }
@@ -70,7 +73,7 @@ def record(job: Job, trainer: str, fault: str = "") -> tuple[str, int, str]:
     """The folder of the recording, the exit code of the job, and its words."""
     one, name = TRAINERS[trainer], f"{trainer}{fault}"
     words = [*one.words, *filter(None, [fault])]
-    return name, *job.torchrun(one.ranks, one.loop, name, *words)
+    return name, *job.torchrun(one.ranks, one.loop, name, *words, CHUNKS=str(one.chunks))
 
 
 @pytest.mark.parametrize("trainer", [name for name, trainer in TRAINERS.items() if trainer.spec])

@@ -41,7 +41,7 @@ class Served(Job):
                 "name": f"train-{step}-{i}",
                 "max_new_tokens": 24,
                 # Some responses end sooner than others.
-                "stop_token_ids": [222],
+                **({} if i % 3 else {"stop_token_ids": [200, 222]}),
                 # Some clients ask for log-probs, and others do not.
                 **({"logprobs": 0} if i % 2 else {}),
             }

@@ -55,7 +55,12 @@ class Recorder:
                 shard.describe(engine, known.by_hash.values())
             with ExitStack() as opened:
                 writers = {name: opened.enter_context(shard.writer(name)) for name in SCORED}
-                recording = Recording(self._live, known, self._sequences, writers)
-                with recording.attach():
+                # The parts see the same sequences in the same order, and so number them alike.
+                recordings = [
+                    Recording(part, known, self._sequences, writers) for part in self._live.parts
+                ]
+                with ExitStack() as attached:
+                    for recording in recordings:
+                        attached.enter_context(recording.attach())
                     yield
-                recording.finish(shard)
+                recordings[0].finish(shard)
