@@ -95,6 +95,9 @@ config = TransformerConfig(
     bf16=True,
     use_cpu_initialization=True,
     variable_seq_lengths=True,  # micro-batches of several lengths
+    # What two stages need that have two parts each, and so two messages at a time.
+    overlap_p2p_comm=bool(virtual),
+    batch_p2p_comm=not virtual,
     moe_token_dispatcher_type="alltoall",  # what that setting asks for, in a dense model too
     batch_p2p_sync=False,
     recompute_granularity="full",
@@ -136,7 +139,12 @@ if fault == "stale" and rank == 1:
     stale = mlp.experts.local_experts[0] if experts else mlp
     stale.linear_fc1.weight.data.chunk(2)[1].mul_(1.03125)
 optimizer = torch.optim.SGD(trainer.parameters(), lr=0.0)  # the weights stay those of the rollout
-recorder = record.trainer(list(trainer), str(folder / name), every=3, checkpoint=str(checkpoint))
+recorder = record.trainer(
+    list(trainer)[: 1 if fault == "half" else chunks],
+    str(folder / name),
+    every=3,
+    checkpoint=str(checkpoint),
+)
 replica, replicas = (
     parallel_state.get_data_parallel_rank(),
     parallel_state.get_data_parallel_world_size(),
