@@ -41,7 +41,6 @@ from rlk_align.record.train.megatron_limits import check_chunk, check_grid, gpt_
 from rlk_align.record.train.rank_attributes import of_ranks
 from rlk_align.record.train.segments import Chosen, rows_of, segments
 from rlk_align.record.train.weight_files import WeightFiles, write_index
-from rlk_align.results import CodePlace
 from rlk_align.trace.writer import PassWriter
 
 _ARGUMENTS = ("input_ids", "position_ids", "attention_mask")
@@ -287,7 +286,7 @@ class _Engine(MegatronEngine):
     def attributes(self) -> dict[str, Any]:
         return of_ranks(self.ranks, super().attributes())
 
-    def code(self) -> dict[str, CodePlace]:
+    def code(self) -> dict[str, Any]:
         return {site: at for part in self.parts for site, at in MegatronEngine.code(part).items()}
 
 

@@ -63,7 +63,11 @@ def described_engine(config: Any) -> RecordedEngine:
     for a setting of vLLM or a model that is not recorded yet."""
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size > 1:
-        raise BadOption("RLK_RECORD: pipeline stages are not recorded")
+        raise BadOption(
+            "RLK_RECORD: pipeline stages are not recorded: in eager mode, which taps need, "
+            "vLLM 0.32 on a CPU fails at the first forward of its second stage",
+            "use tensor parallelism",
+        )
     if parallel.data_parallel_size > 1:
         raise BadOption(
             "RLK_RECORD: data-parallel engines are not recorded",
