@@ -14,7 +14,7 @@ Importing this package imports neither torch nor an engine.
     train/     a trainer's step: recorder, recording, segments; its live model: libraries, live,
                and a file for each library; its ranks: rank_attributes, rank_shard, weight_files
     rollout/   a live engine's requests: settings; what it is asked: core; a step: server, window,
-               step; taps: live_pass, boundary; vllm/ and sglang/: each engine's own part
+               step; taps: live_pass; vllm/ and sglang/: each engine's own part
     shared/    choose: which sequences both sides record; layout, shard: what both sides write;
                together: what ranks say to each other
     merge/     the comparison: align, recorded, history

@@ -72,8 +72,6 @@ class SGLangCore(Core):
         shard.describe(self.engine, [first.prompt])
 
     def begin_pass(self, writer: PassWriter, kind: str) -> None:
-        if self.engine.compiled:
-            return
         runner, ranks, shape = self.engine.runner, self._ranks, self.engine.shape
 
         def taps(tap: Any, samples: dict[str, int], wanted: list[range]) -> LiveTaps:

@@ -12,13 +12,14 @@ from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
 from rlk_align.model.checkpoint import read_config, resolve_model
 from rlk_align.model.shape import read_shape
-from rlk_align.record.rollout.boundary import Boundary
 
 _ONE = {
     "pp_size": "pipeline stages",
     "dp_size": "data-parallel engines",
     "ep_size": "experts that ranks share",
     "attn_cp_size": "context parallelism",
+    "dcp_size": "context parallelism of decode",
+    "moe_dp_size": "data-parallel experts",
 }
 """Server argument that has to be 1 -> what more of it are."""
 _OFF = {
@@ -27,7 +28,6 @@ _OFF = {
     "enable_lora": "adapters",
     "quantization": "quantised weights",
     "is_embedding": "embeddings",
-    "enable_beam_search": "beam search",
     "enable_torch_compile": "compiled code",
 }
 """Server argument that has to be off -> what it switches on."""
@@ -53,28 +53,22 @@ def check_arguments(given: Any) -> None:
         f"disaggregation_mode={args.disaggregation_mode}": args.disaggregation_mode
         not in (None, "null"),
     }
-    refused |= {what: getattr(args, name, 1) not in (None, 1) for name, what in _ONE.items()}
-    refused |= {what: bool(getattr(args, name, None)) for name, what in _OFF.items()}
+    refused |= {what: getattr(args, name) not in (None, 1) for name, what in _ONE.items()}
+    refused |= {what: bool(getattr(args, name)) for name, what in _OFF.items()}
     for what, is_so in refused.items():
         if is_so:
             raise BadOption(f"RLK_RECORD: {what}: not recorded", "unset RLK_RECORD, or that")
     attention_backend(lambda _: args.attention_backend, args.device)
 
 
-class RecordedSGLang(Boundary, SGLangEngine):
+class RecordedSGLang(SGLangEngine):
     """The live engine of a job."""
 
     def attach(self, runner: Any, ranks: Ranks) -> None:
         """Describes a live ModelRunner of another program, instead of one that it opens itself."""
         self.runner, self.model, self.ranks = runner, runner.model, ranks
         self._stand_ins = ()
-        graphs = {getattr(runner, f"{kind}_cuda_graph_runner", None) for kind in _GRAPHS}
-        self.compiled = bool(graphs - {None, getattr(runner, "eager_runner", None)})
-        if not self.compiled:
-            add_head(self.model)
-
-
-_GRAPHS = ("decode", "prefill")
+        add_head(self.model)
 
 
 def live_engine(scheduler: Any) -> RecordedSGLang:

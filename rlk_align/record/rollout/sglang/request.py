@@ -44,6 +44,7 @@ class SGLangRequest:
             "images, audio or video": received.mm_inputs is not None,
             "a request of a session": received.session_params is not None,
             "it samples nothing": not params.max_new_tokens,
+            "beam search": (getattr(params, "beam_width", None) or 1) > 1,
             "stop strings, which end a response where its tokens do not say": bool(stops),
             "its log-probs are of logits / temperature; SGLANG_RETURN_ORIGINAL_LOGPROB=1 makes "
             "them raw": params.temperature != 1.0 and not self._raw,

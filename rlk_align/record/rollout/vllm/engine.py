@@ -10,14 +10,15 @@ from rlk_align.errors import BadOption
 from rlk_align.model.adapter import CONFIG, TENSORS, read_settings
 from rlk_align.model.checkpoint import read_config, resolve_model
 from rlk_align.model.shape import read_shape
-from rlk_align.record.rollout.boundary import Boundary
+from rlk_align.model.sites import model_sites
 from rlk_align.trace.records import writing
-from rlk_align.trace.schema import LoraRecord
+from rlk_align.trace.schema import COMPILED, LoraRecord
 
 
-class RecordedEngine(Boundary, VLLMEngine):
+class RecordedEngine(VLLMEngine):
     """The live engine of a job."""
 
+    compiled: bool
     _adapter: Any = None
     """vLLM's request for the adapter of the recorded requests; None for none."""
     _copy: Path
@@ -56,6 +57,13 @@ class RecordedEngine(Boundary, VLLMEngine):
     def adapters(self) -> list[LoraRecord | None]:
         copy = str(self._copy)
         return [self._rpc("rlk_adapter", r, copy, self.shape) for r in self.lora_requests()]
+
+    def unexposed(self, kind: str) -> dict[str, str]:
+        hidden = super().unexposed(kind)
+        if not self.compiled:
+            return hidden
+        sites = [site.name for site in model_sites(self.shape) if site.name != "logprob"]
+        return dict.fromkeys(sites, COMPILED) | hidden
 
 
 def described_engine(config: Any) -> RecordedEngine:
