@@ -2,8 +2,8 @@
 
 sglang_loop.py FOLDER MODEL PROMPTS.json        with RLK_RECORD in the environment
 
-In the environment: SGLANG, further settings of the Engine, in JSON; RAW, whether its log-probs are
-raw.
+In the environment: SGLANG, further settings of the Engine, in JSON; TOKENS, how many are sampled at
+most; RAW, whether log-probs are raw.
 """
 
 # SGLang's other processes import this script too: they need what a CPU lacks.
@@ -25,15 +25,14 @@ def rollout(folder: Path, model: str, prompts: list[list[int]]) -> None:
         device="cpu",
         skip_tokenizer_init=True,
         attention_backend="torch_native",
-        max_total_tokens=16384,
         grammar_backend="none",
         context_length=1024,
-        disable_radix_cache=True,
         log_level="warning",
         random_seed=0,
-        **json.loads(os.environ.get("SGLANG", "{}")),
+        **{"max_total_tokens": 16384, "disable_radix_cache": True}
+        | json.loads(os.environ.get("SGLANG", "{}")),
     )
-    settings = {"temperature": 1.0, "max_new_tokens": 24}
+    settings = {"temperature": 1.0, "max_new_tokens": int(os.environ.get("TOKENS", "24"))}
     outputs = engine.generate(input_ids=prompts, sampling_params=settings)
     # Another call is another step.
     engine.generate(input_ids=prompts[:2], sampling_params=settings | {"temperature": 0.5})

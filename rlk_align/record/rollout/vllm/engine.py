@@ -78,7 +78,8 @@ def described_engine(config: Any) -> RecordedEngine:
         )
     if parallel.data_parallel_size > 1:
         raise BadOption(
-            "RLK_RECORD: data-parallel engines are not recorded",
+            "RLK_RECORD: data-parallel engines are not recorded: each counts its own requests, so "
+            "that their steps would not be the same",
             "start a server for each, with RLK_RECORD for one of them",
         )
     if config.speculative_config is not None:
