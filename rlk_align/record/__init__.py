@@ -5,15 +5,18 @@
         with recorder.step(n, prompts):
             ...  # the forwards that score log-probs
 
-The rollout side is vLLM with RLK_RECORD=FOLDER in its environment: `rlk_align.record.vllm`.
+The rollout side is vLLM or SGLang with RLK_RECORD=FOLDER in its environment:
+`rlk_align.record.vllm`, `rlk_align.record.sglang`.
 Importing this package imports neither torch nor an engine.
 
     vllm       the plug-in of vLLM
+    sglang     the plug-in of SGLang
     train/     a trainer's step: recorder, recording, segments; its live model: libraries, live,
-               and a file for each library; its ranks: together, rank_attributes, rank_shard,
-               weight_files
-    rollout/   vLLM's requests: settings, engine; LLM: llm; server: server, window, step, worker
-    shared/    choose: which sequences both sides record; layout, shard: what both sides write
+               and a file for each library; its ranks: rank_attributes, rank_shard, weight_files
+    rollout/   a live engine's requests: settings; what it is asked: core; a step: server, window,
+               step; taps: live_pass; vllm/ and sglang/: each engine's own part
+    shared/    choose: which sequences both sides record; layout, shard: what both sides write;
+               together: what ranks say to each other
     merge/     the comparison: align, recorded, history
 """
 
@@ -40,7 +43,8 @@ def trainer(
     """A recorder of the forwards of a live trainer. In a job of several ranks, every rank makes it.
 
     model: a causal LM of transformers, in one process or after FSDP2's `fully_shard`, with PEFT's
-    wrapper or without; what `deepspeed.initialize` returned; or a GPTModel of megatron-core.
+    wrapper or without; what `deepspeed.initialize` returned; or a GPTModel of megatron-core, with
+    virtual stages the list of a rank's chunks.
     out: the folder of this side's recording, which all ranks can write to. engine: `hf`, `fsdp`,
     `deepspeed`, `megatron`, or `auto`, which sees which of them the model is. checkpoint: for
     `megatron` the folder of the Hugging Face checkpoint that the model was converted from.

@@ -19,7 +19,7 @@ from typing import Any
 from rlk_align.errors import BadOption
 from rlk_align.record.rollout.settings import FOLDER, Settings
 
-WORKER = "rlk_align.record.rollout.worker.RecordingWorker"
+WORKER = "rlk_align.record.rollout.vllm.worker.RecordingWorker"
 SEPARATE = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 
@@ -60,7 +60,7 @@ def _patch_configuration(arguments: Any, of_server: Any) -> None:
             os.environ[SEPARATE] = "0"
         self.worker_extension_cls = WORKER
         config = original(self, *args, **kwargs)
-        from rlk_align.record.rollout.engine import described_engine
+        from rlk_align.record.rollout.vllm.engine import described_engine
         from rlk_align.record.shared.shard import SideFolder
 
         described_engine(config)
@@ -79,7 +79,7 @@ def _patch_run(llm_class: Any) -> None:
     def _run_engine(self: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = getattr(self, "_rlk_recorder", None)
         if recorder is None:
-            from rlk_align.record.rollout.llm import RolloutRecorder
+            from rlk_align.record.rollout.vllm.llm import RolloutRecorder
 
             settings = Settings.read()
             assert settings is not None
@@ -147,7 +147,7 @@ _ENDS = {
 def _recorder(core: Any) -> Any:
     """The recorder of an engine core; None if there can be none: the server goes on without it."""
     if not hasattr(core, _RECORDER):
-        from rlk_align.record.rollout.server import start
+        from rlk_align.record.rollout.vllm.server import start_server
 
-        setattr(core, _RECORDER, start(core))
+        setattr(core, _RECORDER, start_server(core))
     return getattr(core, _RECORDER)

@@ -263,7 +263,7 @@ LIGHT = (
         "logs.readers.jsonl",
     ),
     *("report.source", "report.html.page", "report.html.several", "report.model_explorer"),
-    *("record", "record.vllm", "record.shared.layout"),
+    *("record", "record.vllm", "record.sglang", "record.shared.layout"),
     *("trace.run", "trace.schema", "engines.registry", "engines.spec", "engines.tested"),
     *("capture.request", "model.checkpoint", "model.edges", "model.shape", "model.prompts"),
     *("model.sites", "model.operators", "progress", "text", "errors", "data", "cli.main"),

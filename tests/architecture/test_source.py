@@ -97,7 +97,7 @@ def test_tolerances_live_in_contracts() -> None:
     assert not wrong
 
 
-RIDES_ALONG = ("record/rollout/server.py", "record/rollout/worker.py")
+RIDES_ALONG = ("record/rollout/server.py", "record/rollout/live_pass.py")
 """Modules that run inside a user's server, which goes on serving: any error ends the recording of a
 step, whose folder then has the reason."""
 

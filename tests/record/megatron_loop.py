@@ -1,6 +1,8 @@
 """A loop of training as a user writes it, for megatron-core, that knows rlk-align by three lines.
 
 torchrun --nproc-per-node N megatron_loop.py FOLDER MODEL PROMPTS.json NAME TP PP EP [FAULT]
+
+CHUNKS in the environment: the number of virtual stages of each rank.
 """
 
 import json
@@ -41,9 +43,11 @@ def forward_step(batches, model):  # type: ignore[no-untyped-def]
     return output, lambda losses: (losses.mean(), {})
 
 
-folder, model, prompts = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+folder, checkpoint, prompts = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
 name, (tp, pp, ep) = sys.argv[4], map(int, sys.argv[5:8])
 fault = (sys.argv[8:] or [""])[0]
+chunks = int(os.environ.get("CHUNKS", "1"))
+virtual = chunks if chunks > 1 else None
 on_cpu()
 dist.init_process_group("gloo")
 
@@ -56,9 +60,9 @@ from megatron.core.transformer.transformer_block import (  # noqa: E402
     TransformerBlockSubmodules,
 )
 
-parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
+parallel_state.initialize_model_parallel(tp, pp, virtual, expert_model_parallel_size=ep)
 rank, stage = dist.get_rank(), parallel_state.get_pipeline_model_parallel_rank()
-hf = json.loads((model / "config.json").read_text())
+hf = json.loads((checkpoint / "config.json").read_text())
 experts = hf.get("num_local_experts")
 sparse = {
     "num_moe_experts": experts,
@@ -85,11 +89,15 @@ config = TransformerConfig(
     attention_dropout=0.1 if fault == "dropout" else 0.0,
     tensor_model_parallel_size=tp,
     pipeline_model_parallel_size=pp,
+    virtual_pipeline_model_parallel_size=virtual,
     pipeline_dtype=torch.bfloat16,
     params_dtype=torch.bfloat16,
     bf16=True,
     use_cpu_initialization=True,
     variable_seq_lengths=True,  # micro-batches of several lengths
+    # What two stages need that have two parts each, and so two messages at a time.
+    overlap_p2p_comm=bool(virtual),
+    batch_p2p_comm=not virtual,
     moe_token_dispatcher_type="alltoall",  # what that setting asks for, in a dense model too
     batch_p2p_sync=False,
     recompute_granularity="full",
@@ -103,33 +111,50 @@ if experts:
     of_experts = get_gpt_layer_local_spec(num_experts=experts, **layer)
     specs = [of_experts if kind else spec for kind in config.moe_layer_freq]
     spec = TransformerBlockSubmodules(layer_specs=specs, layer_norm=WrappedTorchNorm)
-trainer = GPTModel(
-    config=config,
-    transformer_layer_spec=spec,
-    vocab_size=hf["vocab_size"],
-    max_sequence_length=hf["max_position_embeddings"],
-    position_embedding_type="rope",
-    rotary_base=hf["rope_parameters"]["rope_theta"] * (4 if fault == "theta" else 1),
-    share_embeddings_and_output_weights=hf["tie_word_embeddings"],
-    pre_process=stage == 0,
-    post_process=stage == pp - 1,
-).to(torch.bfloat16)
-load(trainer, model, tp, stage * config.num_layers // pp)
+
+
+def chunk(number: int) -> GPTModel:
+    """The part of the model that is this rank's virtual stage of this number."""
+    place = number * pp + stage
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=hf["vocab_size"],
+        max_sequence_length=hf["max_position_embeddings"],
+        position_embedding_type="rope",
+        rotary_base=hf["rope_parameters"]["rope_theta"] * (4 if fault == "theta" else 1),
+        share_embeddings_and_output_weights=hf["tie_word_embeddings"],
+        pre_process=place == 0,
+        post_process=place == pp * chunks - 1,
+        vp_stage=number if virtual else None,
+    ).to(torch.bfloat16)
+    load(model, checkpoint, tp, place * config.num_layers // (pp * chunks))
+    return model
+
+
+trainer = torch.nn.ModuleList(map(chunk, range(chunks)))
 if fault == "stale" and rank == 1:
     # The rows of up_proj follow those of gate_proj.
-    mlp = trainer.decoder.layers[1].mlp
+    mlp = trainer[-1].decoder.layers[-1 if virtual else 1].mlp
     stale = mlp.experts.local_experts[0] if experts else mlp
     stale.linear_fc1.weight.data.chunk(2)[1].mul_(1.03125)
 optimizer = torch.optim.SGD(trainer.parameters(), lr=0.0)  # the weights stay those of the rollout
-recorder = record.trainer(trainer, str(folder / name), every=3, checkpoint=str(model))
+recorder = record.trainer(
+    list(trainer)[: 1 if fault == "half" else chunks],
+    str(folder / name),
+    every=3,
+    checkpoint=str(checkpoint),
+)
 replica, replicas = (
     parallel_state.get_data_parallel_rank(),
     parallel_state.get_data_parallel_world_size(),
 )
 every = [p + r for p, r in json.loads((folder / "ids.json").read_text())]
 for step in range(1, 4):
-    # A micro-batch has two sequences of each replica, which all have one length.
-    groups = [every[at : at + 2 * replicas] for at in range(0, len(every), 2 * replicas)]
+    # A micro-batch has two sequences of each replica, which all have one length. With virtual
+    # stages it has one: there have to be as many as a multiple of the stages.
+    size = (1 if virtual else 2) * replicas
+    groups = [every[at : at + size] for at in range(0, len(every), size)]
     lengths = [max(map(len, group)) for group in groups]
     mine = [group[replica::replicas] for group in groups]
     batches = [
@@ -141,8 +166,8 @@ for step in range(1, 4):
     with recorder.step(step, json.loads(prompts.read_text())):
         pipeline_parallel.get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(batches),
-            model=[trainer],
+            data_iterator=[iter(batches) for _ in trainer] if virtual else iter(batches),
+            model=list(trainer),
             num_microbatches=len(batches),
             seq_length=1,
             micro_batch_size=1,

@@ -18,6 +18,8 @@ class Trainer:
     """The words of the loop before the fault."""
     spec: str
     """The engine of `compare` that computes the same."""
+    chunks: int = 1
+    """Virtual stages of each rank."""
 
 
 def megatron(tp: int, pp: int) -> Trainer:
@@ -43,6 +45,7 @@ TRAINERS = {
     "tp2": megatron(2, 1),
     "pp2": megatron(1, 2),
     "tp2pp2": megatron(2, 2),
+    "pp2vp2": Trainer(2, "megatron_loop.py", ("1", "2", "1"), "megatron:pp=2", chunks=2),
     # The engine of `compare` has no data-parallel ranks without experts.
     "dp2": Trainer(2, "megatron_loop.py", ("1", "1", "1"), ""),
 }
@@ -70,7 +73,7 @@ def record(job: Job, trainer: str, fault: str = "") -> tuple[str, int, str]:
     """The folder of the recording, the exit code of the job, and its words."""
     one, name = TRAINERS[trainer], f"{trainer}{fault}"
     words = [*one.words, *filter(None, [fault])]
-    return name, *job.torchrun(one.ranks, one.loop, name, *words)
+    return name, *job.torchrun(one.ranks, one.loop, name, *words, CHUNKS=str(one.chunks))
 
 
 @pytest.mark.parametrize("trainer", [name for name, trainer in TRAINERS.items() if trainer.spec])
@@ -126,6 +129,8 @@ UP = "layers.1.up_proj"
         ("tp2", "stale", "weights", UP, "train rank 1: rows 256-511 differ"),
         ("tp2pp2", "stale", "weights", UP, "train rank 1: rows 256-511 differ"),
         ("pp2", "stale", "weights", "layers.3.up_proj", "train rank 1: rows 0-511 differ"),
+        ("pp2vp2", "stale", "weights", "layers.3.up_proj", "train rank 1: rows 0-511 differ"),
+        ("pp2vp2", "theta", "attributes", "rope_theta", "40000.0"),
         ("tp2pp2", "theta", "attributes", "rope_theta", "40000.0"),
         ("tp2pp2", "dropout", "attributes", "dropout", "0.1 in "),
     ],
@@ -169,7 +174,7 @@ def test_a_shifted_mask_of_a_packed_batch_is_named(
             assert mismatches[-1]["ranks"] == ([0] if trainer == "fsdp2" else [])
 
 
-@pytest.mark.parametrize("trainer", ["fsdp2", "pp2"])
+@pytest.mark.parametrize("trainer", ["fsdp2", "pp2", "pp2vp2"])
 def test_a_killed_rank_is_named(job: Job, module_cli: Cli, trainer: str) -> None:
     name, code, words = record(job, trainer, "killed")
     assert code != 0, words
@@ -191,3 +196,9 @@ def test_a_second_job_is_refused_on_every_rank(job: Job, trainer: str) -> None:
     _, again, words = record(job, trainer)
     assert again != 0, words
     assert words.count("step 3 is recorded already") >= TRAINERS[trainer].ranks
+
+
+def test_a_rank_without_one_of_its_virtual_stages_is_refused(job: Job) -> None:
+    _, code, words = record(job, "pp2vp2", "half")
+    assert code != 0, words
+    assert "a rank with 2 virtual stages of which 1 are given is not recorded" in words

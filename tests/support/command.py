@@ -74,17 +74,17 @@ def started(
     out: IO[str],
     err: IO[str],
     cwd: Path | None = None,
+    python: Path = Path(sys.executable),
 ) -> warm.WarmProcess | subprocess.Popen:
     """Starts `python WORDS` with these variables beside this process's.
 
-    `kind`: of the warm process, as `warm.start` takes it, or None for one that starts cold.
+    `kind`: of the warm process, as `warm.start` takes it, or None for one that starts cold, of the
+    interpreter `python`.
     """
     variables = os.environ | environment
     if kind is not None:
         return warm.start(kind, words, variables, out, err, cwd)
-    return subprocess.Popen(
-        [sys.executable, *words], stdout=out, stderr=err, cwd=cwd, env=variables
-    )
+    return subprocess.Popen([str(python), *words], stdout=out, stderr=err, cwd=cwd, env=variables)
 
 
 def ended(
@@ -93,10 +93,11 @@ def ended(
     environment: Mapping[str, str],
     cwd: Path | None = None,
     timeout: float = 300,
+    python: Path = Path(sys.executable),
 ) -> tuple[int, str, str]:
     """The exit code, the output and the errors of a process that is `started` like this."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = started(kind, words, environment, out, err, cwd)
+        process = started(kind, words, environment, out, err, cwd, python)
         try:
             code = process.wait(timeout)
         finally:
@@ -141,10 +142,11 @@ def said_by(
     environment: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     timeout: float = 300,
+    python: Path = Path(sys.executable),
 ) -> str:
     """What `python WORDS` says; raises AssertionError where its exit code is not 0. The arguments
     are those of `ended`."""
-    code, out, err = ended(kind, words, environment or {}, cwd, timeout)
+    code, out, err = ended(kind, words, environment or {}, cwd, timeout, python)
     assert code == 0, (out + err)[-8000:]
     return out + err
 

@@ -2,32 +2,19 @@
 
 import json
 import os
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from command import Cli, Outcome, capture_of, ended, said_by
+from command import INTERPRETERS, Cli, Outcome, capture_of, ended, said_by
+from served import plugin_folder
 
 from rlk_align.data import data_path
 from rlk_align.model.prompts import load_prompts
 from rlk_align.model.tokenise import tokenise
 
 LOOPS = Path(__file__).parents[1] / "record"
-ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
-
-
-def installed_plugin(folder: Path) -> Path:
-    """A folder with the metadata of a package that has the entry points of `pyproject.toml`, which
-    may be newer than the installed ones."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    [[name, target]] = project["entry-points"]["vllm.general_plugins"].items()
-    info = folder / "rlk_record_here-0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rlk-record-here\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name}_here = {target}\n")
-    return folder
 
 
 class Job:
@@ -75,10 +62,29 @@ class Job:
         return cli("compare", *sides, "--run-dir", run, *options)
 
     def record_rollout(self, **environment: str) -> None:
-        folder = str(installed_plugin(self.folder / "plugin"))
-        path = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
         rollout = str(self.folder / "rollout")
-        self.run("rollout", RLK_RECORD=rollout, PYTHONPATH=path, **environment)
+        self.run("rollout", RLK_RECORD=rollout, PYTHONPATH=self._path(), **environment)
+
+    def record_sglang(self, *faults: str, **environment: str) -> str:
+        """Records an Engine of SGLang. `faults`: further plug-ins, as `module:function`."""
+        return said_by(
+            None,
+            [str(LOOPS / "sglang_loop.py"), str(self.folder), self.model, str(self.ids)],
+            {
+                "RLK_RECORD": str(self.folder / "rollout"),
+                "PYTHONPATH": self._path(*faults),
+                "OMP_NUM_THREADS": "1",
+                **environment,
+            },
+            timeout=500,
+            python=INTERPRETERS["sglang"],
+        )
+
+    def _path(self, *faults: str) -> str:
+        """The PYTHONPATH of a rollout with the recorder's plug-in and others of SGLang."""
+        plugin = plugin_folder(self.folder / "plugin", *faults, group="sglang.srt.plugins")
+        here = (plugin, LOOPS, Path(__file__).parent)
+        return os.pathsep.join([*map(str, here), os.environ.get("PYTHONPATH", "")])
 
 
 def figures(verdict: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A vLLM server that records itself, and clients that send it requests."""
+"""A server that records itself, and clients that send it requests."""
 
 import json
 import os
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from command import INTERPRETERS
 
 ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -26,27 +27,32 @@ ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
 }
 CACHE = 100_000_000
+HERE = Path(__file__).parent
 ROOT = Path(__file__).parents[2]
 FAULTS = ROOT / "tests/record"
 """The folder of the plugins that plant faults."""
 
 
-def plugin_folder(folder: Path, *faults: str) -> Path:
-    """A folder with the metadata of a package that has the recorder's entry point, which may be
-    newer than the installed one. `faults`: further plugins, as `module:function`."""
+def plugin_folder(folder: Path, *faults: str, group: str = "vllm.general_plugins") -> Path:
+    """A folder with the metadata of a package that has the recorder's entry points, which may be
+    newer than the installed ones. `faults`: further plugins of the group, as `module:function`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    [target] = project["entry-points"]["vllm.general_plugins"].values()
+    lines = []
+    for of, points in project["entry-points"].items():
+        targets = (*points.values(), *(faults if of == group else ()))
+        lines += [f"[{of}]", *(f"served_{i} = {each}" for i, each in enumerate(targets))]
     info = folder / "rlk_record_served-0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rlk-record-served\nVersion: 0\n")
-    lines = [f"served_{i} = {each}" for i, each in enumerate((target, *faults))]
-    text = "\n".join(["[vllm.general_plugins]", *lines, ""])
-    (info / "entry_points.txt").write_text(text)
+    (info / "entry_points.txt").write_text("\n".join([*lines, ""]))
     return folder
 
 
 class Server:
-    """An OpenAI server in processes of its own, which a test starts and ends."""
+    """An OpenAI server of vLLM in processes of its own, which a test starts and ends."""
+
+    names = "VLLM"
+    """The beginning of the names of its processes that compute."""
 
     def __init__(
         self, model: str, plugin: Path, log: Path, words: Sequence[str], **environment: str
@@ -54,15 +60,12 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        command = [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model),
-            *("--served-model-name", "m", "--host", "127.0.0.1", "--port", str(self.port)),
-            *("--max-model-len", "1024", "--gpu-memory-utilization", "0.01", *words),
-        ]
-        if "--kv-cache-memory-bytes" not in words:
-            command += ["--kv-cache-memory-bytes", str(CACHE)]
+        command = [*self.command(model), "--host", "127.0.0.1", "--port", str(self.port), *words]
         path = os.pathsep.join(
-            [str(ROOT), str(plugin), str(FAULTS), os.environ.get("PYTHONPATH", "")]
+            [
+                *map(str, (ROOT, ROOT / "kernels", plugin, FAULTS, HERE)),
+                os.environ.get("PYTHONPATH", ""),
+            ]
         )
         self.log = log
         # Through a pipe, because a test limits the size of files that these processes write.
@@ -74,6 +77,14 @@ class Server:
         )
         self._reader = threading.Thread(target=self._keep_log, daemon=True)
         self._reader.start()
+
+    def command(self, model: str) -> list[str]:
+        """What starts it, without an address."""
+        return [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model),
+            *("--served-model-name", "m", "--max-model-len", "1024"),
+            *("--gpu-memory-utilization", "0.01", "--kv-cache-memory-bytes", str(CACHE)),
+        ]
 
     def _keep_log(self) -> None:
         assert self._process.stdout is not None
@@ -113,9 +124,13 @@ class Server:
         with urllib.request.urlopen(request, timeout=300) as answer:
             return json.loads(answer.read())["choices"][0]
 
-    def call(self, path: str) -> None:
+    def call(self, path: str, **settings: Any) -> None:
         """Calls one of the paths with which a loop controls the server."""
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", b"")
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            json.dumps(settings).encode() if settings else b"",
+            {"Content-Type": "application/json"} if settings else {},
+        )
         urllib.request.urlopen(request, timeout=300).close()
 
     def together(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -137,7 +152,7 @@ class Server:
     def processes(self) -> list[psutil.Process]:
         """Those of the engine: its core and its workers."""
         children = psutil.Process(self._process.pid).children(recursive=True)
-        return [process for process in children if process.name().startswith("VLLM")]
+        return [process for process in children if process.name().startswith(self.names)]
 
     def limit_files(self, size: int) -> None:
         """Makes writes beyond a size of a file fail in the processes of the engine."""
@@ -161,6 +176,34 @@ class Server:
         for child in psutil.wait_procs(children, timeout=20)[1]:
             child.kill()
         self._reader.join(20)
+
+
+class SGLangServer(Server):
+    """A server of SGLang; it takes and returns token ids."""
+
+    names = "sglang::schedul"
+
+    def command(self, model: str) -> list[str]:
+        return [
+            *(str(INTERPRETERS["sglang"]), str(FAULTS / "sglang_server.py"), "--device", "cpu"),
+            *("--model-path", model, "--skip-tokenizer-init", "--skip-server-warmup"),
+            *("--context-length", "1024", "--max-total-tokens", "16384"),
+            *("--attention-backend", "torch_native", "--grammar-backend", "none"),
+        ]
+
+    def post(self, ids: Sequence[int], name: str, **settings: Any) -> dict[str, Any]:
+        """The answer to a request. `logprobs`: whether its log-probs are asked for; other settings
+        are those of its sampling."""
+        asked = settings.pop("logprobs", None) is not None
+        sampling = {"temperature": 1.0} | settings
+        body = {"input_ids": list(ids), "rid": name, "return_logprob": asked}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/generate",
+            json.dumps(body | {"sampling_params": sampling}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            return json.loads(answer.read())
 
 
 def wait_for(path: Path, seconds: float = 300) -> Path:

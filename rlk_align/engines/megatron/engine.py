@@ -168,13 +168,17 @@ class MegatronEngine(Engine):
     def dtype(self) -> str:
         return str(next(self.model.parameters()).dtype).removeprefix("torch.")
 
-    def attributes(self) -> dict[str, Any]:
-        padded = not self.settings.packed and self.batch > 1
-        facts = stage_facts(
+    def facts(self) -> list[dict[str, Any]]:
+        """Those of all stages, in their order; called on every rank."""
+        own = stage_facts(
             self.model, self.own_places, self.shape, self.settings.tp, self.rope, self.rotation
         )
+        return self.grid.of_all_stages(own)
+
+    def attributes(self) -> dict[str, Any]:
+        padded = not self.settings.packed and self.batch > 1
         return {
-            **megatron_attributes(self.grid.of_all_stages(facts)),
+            **megatron_attributes(self.facts()),
             **processing(self.temperature),
             "padding_side": self.settings.padding if padded else None,
         }

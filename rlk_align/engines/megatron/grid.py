@@ -65,9 +65,9 @@ class Grid:
         return self.tp.rank == 0 and self.cp.rank == 0 and self.pp.rank == self.pp.world - 1
 
     def stage(self, number: int) -> list[int]:
-        """The ranks of one stage."""
-        size = self.all.world // self.pp.world
-        return list(range(number * size, (number + 1) * size))
+        """The ranks of one stage; the numbers of virtual stages go round the pipeline's ranks."""
+        size, place = self.all.world // self.pp.world, number % self.pp.world
+        return list(range(place * size, (place + 1) * size))
 
     def shards(self, shards: Shards, stage: int) -> Shards:
         """The shards of all ranks of a stage, from those of its tensor-parallel ranks."""

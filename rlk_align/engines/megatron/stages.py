@@ -19,7 +19,8 @@ _OF_EXPERT = re.compile(r"\.experts\.([0-9]+)\.")
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One of `count` stages, which divide the layers of a model equally."""
+    """One of `count` stages, which divide the layers of a model equally. With virtual stages a rank
+    has several: those whose numbers are apart by the number of ranks in the pipeline."""
 
     number: int
     count: int

@@ -81,7 +81,7 @@ class Session:
         """The answers, in the order of the requests. Raises EngineFailed if SGLang refuses one."""
         scheduler = self._scheduler
         found: dict[str, Answer] = {}
-        scheduler.process_input_requests([_tokenized(r) for r in requests])
+        scheduler.process_input_requests([tokenized(r) for r in requests])
         with torch.no_grad():
             while len(found) < len(requests):
                 plan = scheduler.get_next_batch_to_run(
@@ -137,7 +137,8 @@ def _scheduler(args: Any, ranks: Ranks) -> Any:
     return scheduler.Scheduler(args, ports, **places, dp_rank=None)
 
 
-def _tokenized(request: Request) -> Any:
+def tokenized(request: Request) -> Any:
+    """The request as SGLang's scheduler takes it."""
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 

@@ -64,11 +64,20 @@ class SGLangTaps(SiteHooks):
         positions, batch = inputs[1], inputs[2]
         lengths = row_counts(batch)
         starts = np.concatenate([[0], np.cumsum(lengths)])
-        owners = np.array([self._samples[rid] for rid in batch.rids])
-        position = positions.cpu().numpy().astype(np.int64)
+        owners = np.array([self._owner(rid) for rid in batch.rids])
+        position = self._positions(positions, batch)
         self._last = starts[1:] - 1
         self._rows = packed_rows(owners, starts, position, self._sampled)
         self._all = LiveRows.of(self._rows, self._rows.index, positions.device)
+
+    def _owner(self, request: str) -> int:
+        """The sample of a request, by its id; -1 if it is not recorded."""
+        return self._samples[request]
+
+    def _positions(self, positions: torch.Tensor, batch: Any) -> np.ndarray:
+        """int64 `[N]`: the position of each packed row. `positions`: those that the model is called
+        with."""
+        return positions.cpu().numpy().astype(np.int64)
 
     def _watch_pruning(self, processor: Any) -> None:
         """Keeps the indices of the rows whose logits SGLang computes. Its own selection of hidden

@@ -1,1 +1,1 @@
-"""vLLM's requests: those of an `LLM`, and those of a server."""
+"""A rollout engine's requests; its live engine: a folder for each."""

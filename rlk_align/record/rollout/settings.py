@@ -1,4 +1,4 @@
-"""What the environment of a job asks the recorder in vLLM for."""
+"""What the environment of a job asks the recorder in a rollout engine for."""
 
 import os
 from dataclasses import dataclass

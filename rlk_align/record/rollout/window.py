@@ -1,14 +1,13 @@
 """The recorded requests of one step of a server, from their first forward to their last token."""
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 
 from rlk_align.model.prompts import Sample, TokenBatch
+from rlk_align.record.rollout.core import LiveRequest
 from rlk_align.record.shared.choose import Key, Lowest, LowestPrompts, prefix_hash
 from rlk_align.record.shared.layout import RequestRecord
 from rlk_align.record.shared.shard import sequence_name
@@ -21,8 +20,7 @@ class Tracked:
 
     number: int
     """Its sample."""
-    request: Any
-    """vLLM's own record of it."""
+    request: LiveRequest
     prompt: tuple[int, ...]
     logprobs: list[float] = field(default_factory=list)
     computed: int = 0
@@ -33,9 +31,9 @@ class Tracked:
     finished: bool = False
     left_out: str = ""
 
-    def scheduled(self, tokens: int) -> None:
-        """Counts the rows of a forward that the scheduler has just planned."""
-        start = self.request.num_computed_tokens - tokens
+    def scheduled(self, start: int, tokens: int) -> None:
+        """Counts the rows of a forward that the scheduler has just planned. `start`: the first
+        position."""
         if not self.computed:
             self.cached = self.computed = start
         if self.computed <= start < len(self.prompt):
@@ -44,21 +42,17 @@ class Tracked:
         self.computed = max(self.computed, start + tokens)
 
     @property
-    def ids(self) -> tuple[int, ...]:
-        return (*self.prompt, *self.request.output_token_ids)
-
-    @property
     def sample(self) -> Sample:
-        ids = self.ids
+        ids = self.request.ids
         return Sample(sequence_name(ids), self.prompt, ids[len(self.prompt) :])
 
     def record(self) -> RequestRecord:
         return RequestRecord(
             sample=self.number,
-            request=self.request.request_id,
+            request=self.request.name,
             chunks=self.chunks,
             cached=self.cached,
-            preemptions=self.request.num_preemptions,
+            preemptions=self.request.preemptions,
             recomputed=self.recomputed,
             left_out=self.left_out,
         )
@@ -71,29 +65,28 @@ class Window:
         self._sequences = sequences
         self._lowest = LowestPrompts(sequences)
         self.tracked: dict[str, Tracked] = {}
-        """By the request's id in vLLM."""
+        """By the request's id in the engine."""
         self.seen = 0
         self.unrecorded: Counter[str] = Counter()
         self.full = False
         """Whether the last request of the step has arrived."""
 
-    def offer(self, request: Any) -> Tracked | None:
+    def offer(self, request: LiveRequest) -> Tracked | None:
         """Takes a request of the step. Returns it if it is to be recorded."""
         self.seen += 1
-        if reason := unrecordable(request) or self._other_adapter(request):
+        if reason := request.refusal or self._other_adapter(request):
             self.unrecorded[reason] += 1
             return None
-        prompt = tuple(request.prompt_token_ids)
-        if not self._lowest.offer(prompt):
+        if not self._lowest.offer(request.prompt):
             return None
-        tracked = Tracked(len(self.tracked), request, prompt)
-        self.tracked[request.request_id] = tracked
+        tracked = Tracked(len(self.tracked), request, request.prompt)
+        self.tracked[request.name] = tracked
         return tracked
 
-    def _other_adapter(self, request: Any) -> str:
+    def _other_adapter(self, request: LiveRequest) -> str:
         """Why a request is not recorded because of its adapter; empty if it can be."""
         first = next(iter(self.tracked.values()), None)
-        if first is None or adapter_number(first.request) == adapter_number(request):
+        if first is None or first.request.adapter == request.adapter:
             return ""
         return "another adapter than that of the first recorded request"
 
@@ -108,21 +101,14 @@ class Window:
         lowest, found = Lowest(self._sequences), dict[Key, Tracked]()
         for each in self.tracked.values():
             if not each.left_out and len(each.logprobs) != len(each.sample.response_ids):
-                each.left_out = "vLLM did not return a log-prob of each token"
-            if not each.left_out and len(each.ids) >= context:
+                each.left_out = "the engine did not return a log-prob of each token"
+            if not each.left_out and len(each.request.ids) >= context:
                 each.left_out = "it fills the context, so that it cannot be scored again"
             if not each.left_out:
-                key = prefix_hash(each.prompt), prefix_hash(each.ids)
+                key = prefix_hash(each.prompt), prefix_hash(each.request.ids)
                 found.setdefault(key, each)
                 lowest.offer(key)
         return sorted((found[key] for key in lowest.keys), key=lambda each: each.number)
-
-    def scheduled(self, planned: Mapping[str, int]) -> None:
-        """Counts the rows of a forward that the scheduler has just planned. `planned`: request ->
-        the number of its tokens."""
-        for name, each in self.tracked.items():
-            if name in planned:
-                each.scheduled(planned[name])
 
     def reasons(self) -> str:
         """Why requests are not recorded, in words."""
@@ -132,26 +118,6 @@ class Window:
 
     def batch(self) -> TokenBatch:
         return TokenBatch(tuple(each.sample for each in self.tracked.values()))
-
-
-def adapter_number(request: Any) -> int:
-    """vLLM's number of a request's adapter, which each adapter has its own of; 0 for none."""
-    return 0 if request.lora_request is None else int(request.lora_request.lora_int_id)
-
-
-def unrecordable(request: Any) -> str:
-    """Why a request of vLLM is not recorded; empty if it can be."""
-    params = request.sampling_params
-    reasons = {
-        "it is not sampled": params is None,
-        "a prompt of embeddings": request.prompt_token_ids is None
-        or request.prompt_embeds is not None,
-        "images, audio or video": bool(request.mm_features),
-        "a prompt that is streamed": bool(getattr(request, "resumable", False)),
-        "stop strings, which end a response where its tokens do not say": params is not None
-        and bool(params.stop),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def write_logprobs(

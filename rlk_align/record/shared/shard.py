@@ -26,6 +26,7 @@ from rlk_align.record.shared.layout import (
     RecordingRecord,
     step_folder,
 )
+from rlk_align.record.shared.together import on_all
 from rlk_align.results import SideName
 from rlk_align.trace.checksums import add_checksums
 from rlk_align.trace.records import save_record, writing
@@ -142,9 +143,9 @@ class Shard:
             layers=None,
             sites=(),
         )
-        if engine.ranks.rank == 0:
-            self.save_prompts(prompts)
-        write_manifest(job, engine, {})
+        ranks = engine.ranks
+        on_all(ranks, lambda: None if ranks.rank else self.save_prompts(prompts))
+        on_all(ranks, lambda: write_manifest(job, engine, {}))
         self._engine = engine
 
     def save_prompts(self, prompts: Iterable[Sequence[int]]) -> None:

@@ -42,6 +42,12 @@ class Live(ABC):
     replica: int = 0
     """As `RecordingRecord.replica`."""
 
+    @property
+    def parts(self) -> "Sequence[Live]":
+        """This model and, where a rank has several models that are parts of one, the others: each
+        has forwards of its own."""
+        return (self,)
+
     alone: bool = True
     """Whether no other rank may see sequences that this rank does not know of."""
 

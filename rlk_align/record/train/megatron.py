@@ -7,6 +7,8 @@ without a message. A stage repeats its forward on the input that it received.
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +32,14 @@ from rlk_align.engines.process.ranks import Ranks, gather
 from rlk_align.engines.spec import EngineSpec
 from rlk_align.errors import BadOption
 from rlk_align.model.checkpoint import EXPERT, resolve_model
-from rlk_align.model.shape import read_shape
+from rlk_align.model.shape import ModelShape, read_shape
 from rlk_align.record.shared.choose import Key
+from rlk_align.record.shared.together import of_all
 from rlk_align.record.train.hf import refuse_autocast, refuse_replaced, to_numpy
 from rlk_align.record.train.live import ForwardInput, Live
-from rlk_align.record.train.megatron_limits import check_chunk, check_grid, gpt_model
+from rlk_align.record.train.megatron_limits import check_chunk, check_grid, gpt_models
 from rlk_align.record.train.rank_attributes import of_ranks
 from rlk_align.record.train.segments import Chosen, rows_of, segments
-from rlk_align.record.train.together import of_all
 from rlk_align.record.train.weight_files import WeightFiles, write_index
 from rlk_align.trace.writer import PassWriter
 
@@ -46,42 +48,66 @@ _ARGUMENTS = ("input_ids", "position_ids", "attention_mask")
 
 
 class LiveMegatron(Live):
-    """A GPTModel with the local spec: tensor, sequence, pipeline and data parallel."""
+    """A GPTModel with the local spec: tensor, sequence, pipeline and data parallel. With virtual
+    stages, one of the chunks of this rank, of which the first knows the others."""
 
     engine: "_Engine"
 
-    def __init__(self, model: Any, checkpoint: str, *, temperature: float, weights: bool) -> None:
-        """checkpoint: the folder of the Hugging Face checkpoint that the model was converted from,
-        whose config.json is read. Raises BadOption for a model that is not recorded yet."""
-        self.model = gpt_model(model)
+    def __init__(
+        self, model: Any, checkpoint: str, *, temperature: float, weights: bool, chunk: int = 0
+    ) -> None:
+        """model: the GPTModel of this rank or, with virtual stages, the list of its chunks;
+        checkpoint: the folder of the Hugging Face checkpoint that the model was converted from,
+        whose config.json is read; chunk: which of them this is. Raises BadOption for a model that
+        is not recorded yet."""
+        models = gpt_models(model)
+        self.model = models[chunk]
         refuse_replaced(self.model)
         self._temperature, self._weights = temperature, weights
         self._source = resolve_model(checkpoint)
         device = next(self.model.parameters()).device
         self.ranks = Ranks(dist.get_rank(), dist.get_world_size(), device)
-        self._grid = Grid.of(self.ranks)
-        check_grid(self._grid)
-        self.replica, self.alone = self._grid.dp.rank, self._grid.dp.world == 1
+        grid = self._grid = Grid.of(self.ranks)
+        check_grid(grid)
+        self._number, self._chunks = chunk * grid.pp.world + grid.pp.rank, len(models)
+        self.replica, self.alone = grid.dp.rank, grid.dp.world == 1
         # Ranks that share experts exchange tokens in each forward.
-        self.place, self.taps_together = self._grid.ep.rank, self._grid.ep.world > 1
+        self.place, self.taps_together = grid.ep.rank, grid.ep.world > 1
         self._logits: torch.Tensor | None = None
+        self._others = [
+            LiveMegatron(models, checkpoint, temperature=temperature, weights=weights, chunk=i)
+            for i in range(1, len(models))
+            if chunk == 0
+        ]
+
+    @property
+    def parts(self) -> "list[LiveMegatron]":
+        return [self, *self._others]
 
     def open(self, folder: Path, about: Path) -> "_Engine":
         config = folder / "model" / "config.json"
         config.parent.mkdir()
         shutil.copyfile(self._source / "config.json", config)
         shape = read_shape(config.parent)
-        check_chunk(self.model, shape, self._grid)
-        spec = EngineSpec("megatron", self._options()).canonical(shape.dtype)
-        engine = self.engine = _Engine(spec, config.parent, shape)
-        engine.ranks, engine.grid, engine.model = self.ranks, self._grid, self.model
-        engine.attach(self._temperature)
+        for part in self.parts:
+            part._describe(config.parent, shape)
+        engine = self.engine
+        engine.parts = [part.engine for part in self.parts]
         if self._weights:
             engine.files = WeightFiles(about / "model", shape.family.modules, self.ranks.rank)
             if self.ranks.rank == 0:
                 engine.files.folder.mkdir(exist_ok=True)
                 shutil.copyfile(config, engine.files.folder / "config.json")
         return engine
+
+    def _describe(self, config: Path, shape: ModelShape) -> None:
+        """Makes the adapter around this chunk. `config`: the folder with config.json."""
+        stage = Stage(self._number, self._chunks * self._grid.pp.world, shape.layers)
+        check_chunk(self.model, shape, stage, self._grid)
+        spec = EngineSpec("megatron", self._options()).canonical(shape.dtype)
+        engine = self.engine = _Engine(spec, config, shape)
+        engine.ranks, engine.grid, engine.model = self.ranks, self._grid, self.model
+        engine.attach(stage, self._temperature)
 
     def _options(self) -> dict[str, OptionValue]:
         parameter = next(self.model.parameters())
@@ -219,11 +245,13 @@ class _Engine(MegatronEngine):
     """The adapter, which saves parameters as it gathers them."""
 
     files: WeightFiles | None = None
+    parts: "Sequence[_Engine]"
+    """The adapters of all chunks of this rank, in their order; the first describes the rank."""
 
-    def attach(self, temperature: float) -> None:
-        """Describes the live model."""
+    def attach(self, stage: Stage, temperature: float) -> None:
+        """Describes the live model, which is a stage."""
         grid, config = self.grid, self.model.config
-        self.stage = Stage(grid.pp.rank, grid.pp.world, self.shape.layers, self.held_experts())
+        self.stage = replace(stage, experts=self.held_experts())
         self.temperature, self.batch = temperature, 1
         parameter = next(self.model.parameters())
         self.settings = Settings(
@@ -240,7 +268,7 @@ class _Engine(MegatronEngine):
     def whole_parameters(self) -> Iterator[LiveParameter]:
         # Replicas have the same parameters, but for the experts.
         dp, ep = self.grid.dp.rank, self.grid.ep.world
-        for parameter in super().whole_parameters():
+        for parameter in chain.from_iterable(map(MegatronEngine.whole_parameters, self.parts)):
             saves = dp == 0 or (dp < ep and EXPERT.match(parameter.name) is not None)
             if self.files is not None and saves:
                 self.files.add(parameter.name, parameter.value)
@@ -252,8 +280,14 @@ class _Engine(MegatronEngine):
         if self.ranks.rank == 0:
             write_index(self.files.folder, {t: f for each in written for t, f in each.items()})
 
+    def facts(self) -> list[dict[str, Any]]:
+        return [*chain.from_iterable(map(MegatronEngine.facts, self.parts))]
+
     def attributes(self) -> dict[str, Any]:
         return of_ranks(self.ranks, super().attributes())
+
+    def code(self) -> dict[str, Any]:
+        return {site: at for part in self.parts for site, at in MegatronEngine.code(part).items()}
 
 
 class _Taps(MegatronTaps):

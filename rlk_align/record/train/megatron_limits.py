@@ -5,24 +5,22 @@ from typing import Any
 
 from rlk_align.engines.megatron.grid import Grid
 from rlk_align.engines.megatron.layout import padded_vocab
+from rlk_align.engines.megatron.stages import Stage
 from rlk_align.errors import BadOption
 from rlk_align.model.shape import ModelShape
 
 _INSTEAD = "rlk-align compare --train megatron scores the same ids with ranks of its own"
 
 
-def gpt_model(model: Any) -> Any:
-    """The GPTModel of this rank, without what is around it. Raises BadOption for another model, and
-    for several chunks of one."""
+def gpt_models(model: Any) -> list[Any]:
+    """The GPTModel of this rank or, with virtual stages, its chunks in their order, without what is
+    around them. Raises BadOption for another model."""
+    return [_inside(each) for each in (model if isinstance(model, list | tuple) else [model])]
+
+
+def _inside(model: Any) -> Any:
     from megatron.core.models.gpt import GPTModel
 
-    if isinstance(model, list | tuple):
-        if len(model) != 1:
-            raise BadOption(
-                f"{len(model)} chunks of a model on a rank are not recorded",
-                "without virtual pipeline stages a rank has one",
-            )
-        [model] = model
     while not isinstance(model, GPTModel) and hasattr(model, "module"):
         model = model.module
     if not isinstance(model, GPTModel):
@@ -34,7 +32,9 @@ def check_grid(grid: Grid) -> None:
     """Raises BadOption for an order of ranks, or a kind of parallelism, that is not recorded."""
     world, tp, pp = grid.all.world, grid.tp.world, grid.pp.world
     refused = {
-        f"context parallelism of {grid.cp.world}": grid.cp.world > 1,
+        f"context parallelism of {grid.cp.world}, which TransformerEngine's attention alone has,": (
+            grid.cp.world > 1
+        ),
         f"expert parallelism of {grid.ep.world} with tensor parallelism of {tp}": (
             grid.ep.world > 1 and tp > 1
         ),
@@ -51,21 +51,21 @@ def check_grid(grid: Grid) -> None:
         )
 
 
-def check_chunk(model: Any, shape: ModelShape, grid: Grid) -> None:
-    """Raises BadOption for a GPTModel that is not recorded."""
+def check_chunk(model: Any, shape: ModelShape, stage: Stage, grid: Grid) -> None:
+    """Raises BadOption for a GPTModel that is not recorded. `stage`: the one that it should be."""
     config, names = model.config, {type(m).__module__ for m in model.modules()}
-    layers, tp = len(model.decoder.layers), grid.tp.world
+    numbers, tp = [layer.layer_number - 1 for layer in model.decoder.layers], grid.tp.world
+    chunks, given = stage.count // grid.pp.world, config.virtual_pipeline_model_parallel_size or 1
+    expected = range(stage.first, stage.first + stage.share)
     rows = {table.shape[0] * tp for table in _tables(model)}
     refused = {
         "an adapter": any("peft" in name.split(".") for name in names),
         "TransformerEngine's spec": any("transformer_engine" in name for name in names),
-        f"virtual stages ({config.virtual_pipeline_model_parallel_size})": bool(
-            config.virtual_pipeline_model_parallel_size
-        ),
+        f"a rank with {given} virtual stages of which {chunks} are given": given != chunks,
         "multi-token prediction": bool(config.mtp_num_layers),
-        f"a stage of {layers} of {shape.layers} layers among {grid.pp.world} stages": (
-            layers * grid.pp.world != shape.layers
-        ),
+        f"a stage with the layers {numbers} as number {stage.number} of {stage.count} equal stages "
+        f"of {stage.layers} layers": numbers != list(expected)
+        or stage.share * stage.count != stage.layers,
         f"a vocabulary of {shape.vocab} padded to {max(rows, default=0)} rows": bool(
             rows - {padded_vocab(shape.vocab, tp)}
         ),

@@ -3,7 +3,7 @@
 from typing import Any
 
 from rlk_align.engines.process.ranks import Ranks
-from rlk_align.record.train.together import of_all
+from rlk_align.record.shared.together import of_all
 
 
 def of_ranks(ranks: Ranks, attributes: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from rlk_align.engines.process.ranks import Ranks
 from rlk_align.errors import BadOption
 from rlk_align.record.shared.layout import RECORDING, SHARED, SHARED_FILES, step_folder
 from rlk_align.record.shared.shard import Shard, SideFolder
-from rlk_align.record.train.together import of_all, on_all
+from rlk_align.record.shared.together import of_all, on_all
 from rlk_align.trace.checksums import add_checksums
 from rlk_align.trace.records import writing
 

@@ -8,10 +8,10 @@ import torch
 from rlk_align.errors import BadOption
 from rlk_align.record.shared.choose import Prompts
 from rlk_align.record.shared.shard import SCORED, SideFolder
+from rlk_align.record.shared.together import on_all
 from rlk_align.record.train.live import Live
 from rlk_align.record.train.rank_shard import RankFolder
 from rlk_align.record.train.recording import Recording
-from rlk_align.record.train.together import on_all
 
 
 class Recorder:
@@ -55,7 +55,12 @@ class Recorder:
                 shard.describe(engine, known.by_hash.values())
             with ExitStack() as opened:
                 writers = {name: opened.enter_context(shard.writer(name)) for name in SCORED}
-                recording = Recording(self._live, known, self._sequences, writers)
-                with recording.attach():
+                # The parts see the same sequences in the same order, and so number them alike.
+                recordings = [
+                    Recording(part, known, self._sequences, writers) for part in self._live.parts
+                ]
+                with ExitStack() as attached:
+                    for recording in recordings:
+                        attached.enter_context(recording.attach())
                     yield
-                recording.finish(shard)
+                recordings[0].finish(shard)

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from rlk_align.engines.common.hooks import Hooks
 from rlk_align.engines.process.ranks import Ranks
 from rlk_align.record.shared.choose import Key
+from rlk_align.record.shared.together import of_all
 from rlk_align.record.train.hf import LiveHF
 from rlk_align.record.train.live import ForwardInput
 from rlk_align.record.train.segments import Chosen
-from rlk_align.record.train.together import of_all
 from rlk_align.trace.writer import PassWriter
 
 

@@ -8,10 +8,10 @@ import numpy as np
 from rlk_align.engines.vllm.worker import TapPlan
 from rlk_align.errors import BadOption
 from rlk_align.model.prompts import Sample, TokenBatch
-from rlk_align.record.rollout.engine import live_engine
 from rlk_align.record.rollout.settings import Settings
-from rlk_align.record.rollout.window import adapter_number, write_logprobs
-from rlk_align.record.rollout.worker import RecordingTaps
+from rlk_align.record.rollout.vllm.engine import adapter_number, live_engine
+from rlk_align.record.rollout.vllm.worker import RecordingTaps
+from rlk_align.record.rollout.window import write_logprobs
 from rlk_align.record.shared.choose import Key, Lowest, lowest_prompts, prefix_hash
 from rlk_align.record.shared.layout import ADAPTER
 from rlk_align.record.shared.shard import SCORED, SideFolder, sequence_name

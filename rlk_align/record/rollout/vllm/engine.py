@@ -71,10 +71,15 @@ def described_engine(config: Any) -> RecordedEngine:
     for a setting of vLLM or a model that is not recorded yet."""
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size > 1:
-        raise BadOption("RLK_RECORD: pipeline stages are not recorded")
+        raise BadOption(
+            "RLK_RECORD: pipeline stages are not recorded: in eager mode, which taps need, "
+            "vLLM 0.32 on a CPU fails at the first forward of its second stage",
+            "use tensor parallelism",
+        )
     if parallel.data_parallel_size > 1:
         raise BadOption(
-            "RLK_RECORD: data-parallel engines are not recorded",
+            "RLK_RECORD: data-parallel engines are not recorded: each counts its own requests, so "
+            "that their steps would not be the same",
             "start a server for each, with RLK_RECORD for one of them",
         )
     if config.speculative_config is not None:
@@ -103,3 +108,8 @@ def live_engine(llm: Any, config: Any) -> RecordedEngine:
     engine = described_engine(config)
     engine.attach(llm)
     return engine
+
+
+def adapter_number(request: Any) -> int:
+    """vLLM's number of a request's adapter, which each adapter has its own of; 0 for none."""
+    return 0 if request.lora_request is None else int(request.lora_request.lora_int_id)

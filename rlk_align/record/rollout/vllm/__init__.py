@@ -1,0 +1,1 @@
+"""vLLM: the requests of an `LLM` and those of a server."""
