@@ -139,7 +139,8 @@ def place_rows(forwards: Sequence[Forward], known: Sequence[Known] | None) -> Se
 def segments_of(
     key: str, ids: np.ndarray, positions: np.ndarray, rows: np.ndarray
 ) -> Iterator[Segment]:
-    """The sequences in one row of a batch, packed or padded: each starts at position 0. ids, positions, rows: int64 `[N]`. What precedes the first start is padding."""
+    """The sequences in one row of a batch, packed or padded: each starts at position 0, and what
+    precedes the first start is padding. ids, positions, rows: int64 `[N]`."""
     starts = np.flatnonzero(positions == 0).tolist()
     for number, (start, stop) in enumerate(zip(starts, [*starts[1:], len(ids)], strict=True)):
         follow = positions[start:stop] == np.arange(stop - start)

@@ -60,6 +60,7 @@ class _File:
 class _Call:
     """The files of one forward on one rank."""
 
+    step: int
     core: dict[str, Any] = field(default_factory=dict)
     files: dict[tuple[str, Any], _File] = field(default_factory=dict)
 
@@ -117,16 +118,17 @@ def _files(paths: Sequence[Path]) -> list[Path]:
 
 def _open(path: Path) -> _File:
     content = load(path)
-    meta = content.get("meta") if isinstance(content, dict) else None
-    known = isinstance(meta, dict) and "value" in content
-    whole = known and all(isinstance(meta.get(n), int) for n in ("step", "rank", "dump_index"))
-    if not whole or not isinstance(meta, dict) or not isinstance(meta.get("name"), str):
+    content = content if isinstance(content, dict) else {}
+    meta = content.get("meta")
+    meta = meta if isinstance(meta, dict) else {}
+    numbered = all(isinstance(meta.get(name), int) for name in ("step", "rank", "dump_index"))
+    name = meta.get("name")
+    if "value" not in content or not numbered or not isinstance(name, str):
         raise DumpError(
             f"{path} is not a file of {TOOL} that is known here: it needs value, and meta with "
             "step, rank, dump_index and name",
             "this rlk-align knows the dumper of SGLang 0.5.23",
         )
-    name = meta["name"]
     value = content["value"] if name in _CORE | _MASKS else None
     return _File(path, name, meta, value)
 
@@ -183,29 +185,18 @@ def _calls(files: Sequence[_File]) -> list[_Call]:
     """Separates the forwards of a rank. A forward writes its tokens first, and each value of a
     module once."""
     calls: list[_Call] = []
-    pending: dict[str, Any] = {}
-    before: int | None = None
+    core: dict[str, Any] = {}
     for f in sorted(files, key=lambda f: f.meta["dump_index"]):
         if f.name in _CORE | _MASKS:
-            if before is not None and f.meta["step"] != before:
-                pending = {}
-            pending.setdefault(f.name, f.value)
-            before = f.meta["step"]
+            core.setdefault(f.name, f.value)
             continue
-        again = calls and (f.called in calls[-1].files)
-        if not calls or again or (before is not None and f.meta["step"] != _step(calls[-1])):
-            calls.append(_Call())
-        calls[-1].core = calls[-1].core or {}
-        for name, value in pending.items():
-            calls[-1].core.setdefault(name, value)
-        pending = {}
+        if not calls or f.called in calls[-1].files or f.meta["step"] != calls[-1].step:
+            calls.append(_Call(f.meta["step"]))
+        # Layers repeat the fields that they read.
+        calls[-1].core = core | calls[-1].core
+        core = {}
         calls[-1].files[f.called] = f
-        before = f.meta["step"]
     return calls
-
-
-def _step(call: _Call) -> int:
-    return next((f.meta["step"] for f in call.files.values()), -1)
 
 
 def _tap(f: _File) -> Tap | None:
