@@ -32,6 +32,8 @@ _CORE = frozenset(
 _MASKS = frozenset({"non_intrusive__inputs.attention_mask"})
 _MODULE = re.compile(r"non_intrusive__(.+)\.(inputs|output)(?:\.(\w+))?")
 _NEXT_LOGITS = "logits_processor.output.next_token_logits"
+_PARAMETER = "___name=param__"
+"""What the names of files of parameters have."""
 _NOT_JOINED = ("attn_dp_size", "attn_cp_size", "cp_size", "moe_dp_size")
 """Kinds of parallelism by which ranks have other rows."""
 
@@ -67,7 +69,15 @@ class _Call:
 
 def read(paths: Sequence[Path], side: SideName) -> Source:
     """The forwards in the files at these paths. Raises DumpError."""
-    files = [_open(path) for path in _files(paths)]
+    files, unread = [], []
+    for path in _files(paths):
+        try:
+            files.append(_open(path))
+        except DumpError:
+            # The dumper leaves such a file where a parameter of SGLang cannot be saved.
+            if _PARAMETER not in path.name:
+                raise
+            unread.append(path)
     kept = [f for f in files if f.meta.get("recompute_status") != "recompute"]
     parameters = {
         f.name.removeprefix("param__"): tensor_in(f.path, "value")
@@ -90,6 +100,8 @@ def read(paths: Sequence[Path], side: SideName) -> Source:
     ]
     tp = max(f.parallel.get("tp_size", 1) for f in values)
     notes = [f"{len(files)} files, {len(forwards)} forwards"]
+    if unread:
+        notes.append(f"{len(unread)} files of parameters cannot be read, from {unread[0].name} on")
     if parameters and tp > 1:
         notes.append("parameters of several tensor-parallel ranks are not read")
     return Source(

@@ -10,6 +10,7 @@ import torch
 from rlk_align.engines.common.layout import of_outputs
 from rlk_align.engines.common.parameters import LiveParameter, ParameterRecord, record_parameter
 from rlk_align.engines.manifest import write_weights
+from rlk_align.engines.row_checks import checks_of
 from rlk_align.errors import DumpError
 from rlk_align.model.checkpoint import tensor_name
 from rlk_align.model.prompts import Prompt, TokenBatch, save_prompts
@@ -38,7 +39,11 @@ def write_recording(
     names = {row.passname for of_forward in sequences.placed for row in of_forward}
     if any(each is not None for each in sequences.logprobs):
         names.add(of_logprobs)
-    writers = {name: shard.open_pass(name, _keep_all, vocab=shape.vocab) for name in sorted(names)}
+    checks = checks_of(model, shape)
+    writers = {
+        name: shard.open_pass(name, _keep_all, checks=checks, vocab=shape.vocab)
+        for name in sorted(names)
+    }
     imported = _Imported(source, sequences, shape, writers)
     for forward, placed in zip(source.forwards, sequences.placed, strict=True):
         if placed:
@@ -124,19 +129,17 @@ class _Imported:
                 named = {site: values[site].rows} | {
                     copy_name(site, rank): copy for rank, copy in values[site].copies.items()
                 }
-                for each in placed:
-                    for name, rows in named.items():
-                        self._write(site, name, rows, forward, each, last_only)
+                for name, rows in named.items():
+                    for passname in self._writers:
+                        of_pass = [each for each in placed if each.passname == passname]
+                        found = [self._rows(site, forward, each, last_only) for each in of_pass]
+                        self._write(passname, site, name, rows, found)
 
-    def _write(
-        self,
-        site: str,
-        name: str,
-        values: torch.Tensor,
-        forward: Forward,
-        placed: Placed,
-        last_only: bool,
-    ) -> None:
+    def _rows(
+        self, site: str, forward: Forward, placed: Placed, last_only: bool
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The rows of a segment that a site has, int64 `[N]` each: their numbers in the tap's
+        values, their samples and their positions."""
         rows, position = placed.segment.rows[placed.new], placed.position
         if last_only:
             at_end = rows == placed.segment.rows[-1]
@@ -146,25 +149,41 @@ class _Imported:
             sampled = self._sequences.samples[placed.sample].sampled_positions
             there = (position >= sampled.start) & (position < sampled.stop)
             rows, position = rows[there], position[there]
-        if not len(rows):
-            return
-        sample = np.full(len(rows), placed.sample)
-        chosen = values[torch.from_numpy(rows)]
-        self._writers[placed.passname](name, chosen, sample, position)
-        self.written[placed.passname].add(site)
-        self._dtypes[str(values.dtype).removeprefix("torch.")] += len(rows)
-        if name == "logits" and self._sequences.logprobs[placed.sample] is None:
-            self._add_computed(chosen[:, : self._shape.vocab], placed, position)
+        return rows, np.full(len(rows), placed.sample), position
 
-    def _add_computed(self, logits: torch.Tensor, placed: Placed, position: np.ndarray) -> None:
-        """Writes the log-probs that logits `[N, V]` give."""
-        ids = np.array(self._sequences.samples[placed.sample].ids)
-        target = torch.from_numpy(ids[position + 1]).unsqueeze(1)
-        rows = torch.log_softmax(logits.float(), dim=-1).gather(1, target)
-        sample = np.full(len(position), placed.sample)
-        self._writers[placed.passname]("logprob", rows, sample, position)
-        self.written[placed.passname].add("logprob")
-        self.computed += len(position)
+    def _write(
+        self,
+        passname: str,
+        site: str,
+        name: str,
+        values: torch.Tensor,
+        found: list[tuple[np.ndarray, np.ndarray, np.ndarray]],
+    ) -> None:
+        """`name`: that of the site, or of a rank's copies."""
+        if not sum(len(rows) for rows, _, _ in found):
+            return
+        rows, sample, position = map(np.concatenate, zip(*found, strict=True))
+        chosen = values[torch.from_numpy(rows)]
+        self._writers[passname](name, chosen, sample, position)
+        self.written[passname].add(site)
+        self._dtypes[str(values.dtype).removeprefix("torch.")] += len(rows)
+        if name == "logits":
+            self._add_computed(passname, chosen[:, : self._shape.vocab], sample, position)
+
+    def _add_computed(
+        self, passname: str, logits: torch.Tensor, sample: np.ndarray, position: np.ndarray
+    ) -> None:
+        """Writes the log-probs that logits `[N, V]` give, for samples without known ones."""
+        unknown = np.array([self._sequences.logprobs[s] is None for s in sample])
+        if not unknown.any():
+            return
+        sample, position = sample[unknown], position[unknown]
+        ids = [self._sequences.samples[s].ids[p + 1] for s, p in zip(sample, position, strict=True)]
+        logp = torch.log_softmax(logits[torch.from_numpy(unknown)].float(), dim=-1)
+        rows = logp.gather(1, torch.tensor(ids).unsqueeze(1))
+        self._writers[passname]("logprob", rows, sample, position)
+        self.written[passname].add("logprob")
+        self.computed += len(rows)
 
     def add_logprobs(self, writer: PassWriter, passname: str) -> None:
         """Writes the log-probs that are known beside the files."""
