@@ -182,7 +182,7 @@ def doubts_of(c: Comparison, contract: Contract) -> list[str]:
         kinds = dict.fromkeys(m.kind for m in c.stopping)
         return [f"precheck: {', '.join(kinds)} differ between the sides"]
     doubts = [
-        f"{side} was imported, from files that do not say its {' and its '.join(kinds)}"
+        f"{side} was imported from files that lack its {' and '.join(kinds)}"
         for side, kinds in c.not_recorded.items()
     ]
     doubts += _noise(c, contract)
@@ -283,8 +283,9 @@ def _notes(c: Comparison, contract: Contract) -> list[str]:
             f"{contract.sequences.tokens:,}, and drift adds up along a sequence"
         )
     notes += [
-        f"{side}: operators are recomputed with the checkpoint's weights, since its own were not "
-        "recorded: one beyond its budget has another weight, or computes something else"
+        f"{side}: its weights were not recorded, so its operators are recomputed with those of "
+        f"{c.engines[side].model}: one beyond its budget has another weight, or computes something "
+        "else"
         for side, kinds in c.not_recorded.items()
         if "weights" in kinds
     ]

@@ -308,7 +308,8 @@ def side_off(verdict: Verdict) -> str:
         return "unknown: nothing was judged"
     over = over_budget(verdict, edge)
     if over and c.not_recorded:
-        return f"{whose_off(over[0])}, if its weights are the checkpoint's"
+        assumed = any("weights" in kinds for kinds in c.not_recorded.values())
+        return whose_off(over[0]) + (", if it has the weights of its model" if assumed else "")
     if verdict.status == "inconclusive":
         return "unknown: nothing was judged"
     if over:

@@ -63,6 +63,5 @@ class Source:
     parameters: Mapping[str, Load] = field(default_factory=dict)
     """Name of a tensor of the live model, e.g. `model.norm.weight` -> the whole tensor."""
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     """What was read and left out, in words."""

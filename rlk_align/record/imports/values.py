@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from rlk_align.engines.common.layout import Layout, of_outputs
+from rlk_align.model.dtypes import DTYPES
 from rlk_align.model.shape import ModelShape
 from rlk_align.record.imports.places import Place
 from rlk_align.record.imports.source import Forward
@@ -44,6 +45,8 @@ def _as_rows(value: torch.Tensor, count: int, place: Place) -> torch.Tensor:
     if not value.numel() or value.numel() % count or value.dim() < 2:
         shape = "x".join(map(str, value.shape))
         raise OtherValues(f"{place.tap.module} has values of shape {shape} for {count} rows")
+    if str(value.dtype).removeprefix("torch.") not in DTYPES:
+        raise OtherValues(f"{place.tap.module} has values in {value.dtype}")
     return value.reshape(count, -1)
 
 
