@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 from command import Cli, command_line
+from family_models import family_model
 from hostile_pickle import Hostile
 from imports import beyond, imported, rejected, trace_of
 from msprobe_files import write_dump
 
+from rlk_align.api.pair import Pair, prepare
 from rlk_align.data import data_path
+from rlk_align.progress import silent
+from rlk_align.record.imports.importing import import_side
 from rlk_align.trace.writer import one_thread
 
 IDS = [[5, 40, 300, 7, 906, 732, 939, 17, 60, 61, 62, 63], [11, 12, 13, 222, 20, 23, 29, 500]]
@@ -229,3 +233,35 @@ def test_a_step_that_is_there_is_not_replaced(cli: Cli, dumps: Path, tmp_path: P
     assert imported(cli, "msprobe", dumps / "healthy", out, "train", "--step", 7).code == 0
     done = imported(cli, "msprobe", dumps / "healthy", out, "train", "--step", 7)
     assert "step 7 is recorded already" in rejected(done)
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("family", ["gemma3_text", "hunyuan_v1_dense", "olmo2", "deepseek_v3"])
+def test_every_place_has_the_values_of_its_operator(tmp_path: Path, family: str) -> None:
+    """Families that norm heads before or after they are transposed, whose norms are after the
+    branches, and with latents: every imported operator follows from its inputs in float64."""
+    from transformers import AutoModelForCausalLM
+
+    model = family_model(tmp_path / "model", family)
+    with one_thread():
+        live = AutoModelForCausalLM.from_pretrained(model, dtype="bfloat16").eval()
+        step = write_dump(tmp_path / "dump", live, apart([IDS[0][:11]]), parameters=False)
+    for side in ("rollout", "train"):
+        import_side("msprobe", [step], tmp_path / side, side, model, None, 0)
+    runs = [str(tmp_path / "rollout"), str(tmp_path / "train")]
+    pair = prepare(Pair(edges="prefill_vs_train", run_dir=tmp_path / "run"), runs, print)
+    units = pair.start(silent).comparison.referee
+    checked = {u.site: u.errors.rms for u in units if u.errors is not None}
+    assert len(checked) > 50
+    assert {site: rms for site, rms in checked.items() if not rms < 1.6} == {}
+
+
+def test_heads_that_are_as_many_as_tokens_are_left_out(
+    cli: Cli, tmp_path: Path, dumps: Path
+) -> None:
+    """Nothing says which dimension of [batch, 8, 8, 32] is the tokens."""
+    out = tmp_path / "train"
+    assert imported(cli, "msprobe", dumps / "healthy", out, "train").code == 0
+    rows = {n: s.rows for n, s in trace_of(out).read_pass("prefill").record.sites.items()}
+    assert rows["layers.0.q_norm"] == len(IDS[0])
+    assert rows["layers.0.k_norm"] == rows["layers.0.q_proj"] == sum(map(len, IDS))

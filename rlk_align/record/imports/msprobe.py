@@ -139,7 +139,7 @@ def _forward(dump: Path, replica: int, number: int, modules: dict[str, dict[str,
     for row, position in enumerate(np.broadcast_to(positions, ids.shape)):
         at = row * ids.shape[1] + np.arange(ids.shape[1])
         segments += segments_of(f"{replica}.{number}.{row}", ids[row], position, at)
-    return Forward(name, tuple(segments), ids.size, taps)
+    return Forward(name, tuple(segments), ids.shape, taps)
 
 
 def _required(dump: Path, call: dict[str, Any]) -> torch.Tensor:

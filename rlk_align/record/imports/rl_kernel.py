@@ -186,7 +186,7 @@ def _forward(
     rows = np.full(len(ids), -1)
     rows[list(positions)] = np.arange(len(positions))
     segment = Segment("sequence", 0, ids, rows)
-    return Forward(name, (segment,), len(positions), {tap: (partial(_given, value),)})
+    return Forward(name, (segment,), (len(positions),), {tap: (partial(_given, value),)})
 
 
 def _given(value: torch.Tensor) -> torch.Tensor:

@@ -182,7 +182,7 @@ def _forwards(replica: int, ranks: dict[int, list[_File]]) -> Iterator[Forward]:
         for call in each:
             core = call.core | core
         name = f"forward {number}" + (f" of rank {replica}" if replica else "")
-        rows, segments = _segments(f"{replica}.{number}", core, name)
+        shape, segments = _segments(f"{replica}.{number}", core, name)
         taps: dict[Tap, list[Load]] = {}
         for call in each:
             for f in call.files.values():
@@ -190,7 +190,7 @@ def _forwards(replica: int, ranks: dict[int, list[_File]]) -> Iterator[Forward]:
                     taps.setdefault(tap, []).append(tensor_in(f.path, "value"))
         loads = {tap: tuple(of_ranks) for tap, of_ranks in taps.items()}
         last = frozenset({LOGITS} & loads.keys()) if "seq_lens" in core else frozenset()
-        yield Forward(name, tuple(segments), rows, loads, last)
+        yield Forward(name, tuple(segments), shape, loads, last)
 
 
 def _calls(files: Sequence[_File]) -> list[_Call]:
@@ -225,8 +225,8 @@ def _tap(f: _File) -> Tap | None:
     return Tap(module, f"{end.removesuffix('s')}.{number or 0}")
 
 
-def _segments(key: str, core: dict[str, Any], name: str) -> tuple[int, list[Segment]]:
-    """The number of a forward's rows, and its sequences."""
+def _segments(key: str, core: dict[str, Any], name: str) -> tuple[tuple[int, ...], list[Segment]]:
+    """The shape of a forward's tokens, and its sequences."""
     ids = core.get("input_ids")
     if not isinstance(ids, torch.Tensor):
         raise DumpError(
@@ -235,7 +235,8 @@ def _segments(key: str, core: dict[str, Any], name: str) -> tuple[int, list[Segm
         )
     tokens = ids.long().numpy()
     if tokens.ndim == 1 and "seq_lens" in core:
-        return len(tokens), list(_of_engine(tokens, core, name))
+        return tokens.shape, list(_of_engine(tokens, core, name))
+    shape = tokens.shape
     tokens = np.atleast_2d(tokens)
     found = core.get("position_ids", core.get("positions"))
     positions = np.arange(tokens.shape[1])[None] if found is None else np.atleast_2d(found.numpy())
@@ -252,7 +253,7 @@ def _segments(key: str, core: dict[str, Any], name: str) -> tuple[int, list[Segm
             # A model that gets no position ids counts from the padding on.
             position = position - position[0]
         segments += segments_of(f"{key}.{row}", tokens[row][kept], position, at)
-    return tokens.size, segments
+    return shape, segments
 
 
 def _of_engine(ids: np.ndarray, core: dict[str, Any], name: str) -> Iterator[Segment]:

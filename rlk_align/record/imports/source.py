@@ -43,11 +43,11 @@ class Forward:
     name: str
     """In words, for notes."""
     segments: tuple[Segment, ...]
-    rows: int
-    """All its rows, padding included."""
+    shape: tuple[int, ...]
+    """The shape of its tokens, padding included: `[batch, length]`, or `[rows]`."""
     taps: Mapping[Tap, tuple[Load, ...]]
-    """Tap -> the tensor of each tensor-parallel rank; its entries are those of the rows in order,
-    `[rows, F]` in any shape."""
+    """Tap -> the tensor of each tensor-parallel rank: `[*shape, F]`, where F may be heads and their
+    size, or `[batch, heads, length, size]`."""
     of_last: frozenset[Tap] = frozenset()
     """Taps with a row for each segment only, that of its last token."""
 

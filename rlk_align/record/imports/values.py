@@ -1,5 +1,6 @@
 """The values of a place in a forward, gathered from the tensor-parallel ranks. F = features."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -28,8 +29,8 @@ class Values:
 def read_place(place: Place, forward: Forward, shape: ModelShape) -> dict[str, Values]:
     """Site -> its values in a forward, for the sites of a place. Raises OtherValues, and DumpError
     for a file that cannot be read."""
-    count = len(forward.segments) if place.tap in forward.of_last else forward.rows
-    parts = [_as_rows(load(), count, place) for load in forward.taps[place.tap]]
+    shape_of_rows = (len(forward.segments),) if place.tap in forward.of_last else forward.shape
+    parts = [_as_rows(load(), shape_of_rows, place) for load in forward.taps[place.tap]]
     layout = None if place.gathered else of_outputs(place.sites, shape, len(parts))
     if layout is None:
         return {place.sites[0]: _whole(parts, place, shape)}
@@ -41,13 +42,21 @@ def read_place(place: Place, forward: Forward, shape: ModelShape) -> dict[str, V
     return {site: _gathered(site, layout, parts) for site in place.sites}
 
 
-def _as_rows(value: torch.Tensor, count: int, place: Place) -> torch.Tensor:
-    if not value.numel() or value.numel() % count or value.dim() < 2:
-        shape = "x".join(map(str, value.shape))
-        raise OtherValues(f"{place.tap.module} has values of shape {shape} for {count} rows")
+def _as_rows(value: torch.Tensor, shape: tuple[int, ...], place: Place) -> torch.Tensor:
+    """The values as `[rows, F]`."""
+    count, module = math.prod(shape), place.tap.module
+    by_token = tuple(value.shape[: len(shape)]) == shape
+    by_head = len(shape) == 2 and value.dim() == 4 and (value.shape[0], value.shape[2]) == shape
+    if by_token and by_head:
+        raise OtherValues(f"{module} has {shape[1]} heads and tokens, which cannot be told apart")
+    # A norm of heads has a row for each head, or for each token of all sequences.
+    flat = value.dim() == 2 and value.shape[0] % count == 0
+    if not value.numel() or value.dim() < 2 or not (by_token or by_head or flat):
+        said = "x".join(map(str, value.shape))
+        raise OtherValues(f"{module} has values of shape {said} for {count} rows")
     if str(value.dtype).removeprefix("torch.") not in DTYPES:
-        raise OtherValues(f"{place.tap.module} has values in {value.dtype}")
-    return value.reshape(count, -1)
+        raise OtherValues(f"{module} has values in {value.dtype}")
+    return (value.transpose(1, 2) if by_head else value).reshape(count, -1)
 
 
 def _whole(parts: list[torch.Tensor], place: Place, shape: ModelShape) -> Values:
