@@ -447,7 +447,7 @@ class RefereedUnit(Result):
 
 
 NotMeasured = Literal["not measured"]
-Observer = Literal["bitwise", "within noise floor", "violated"]
+Observer = Literal["bitwise", "within noise floor", "violated", "not measured"]
 
 
 class Controls(Result):
@@ -579,6 +579,8 @@ class Comparison(Result):
     older version."""
     quantised: dict[SideName, list[Quantisation]] = {}
     """Side -> what it quantises otherwise than the other side, for each that does."""
+    not_recorded: dict[SideName, list[Kind]] = {}
+    """Imported side -> what its files do not say, or not of the whole model."""
     allowed: list[Kind]
     """Mismatches that the user allowed."""
     controls: Controls | None

@@ -14,6 +14,7 @@ from rlk_align.errors import BadOption
 from rlk_align.judge.contract import Contract
 from rlk_align.judge.load import default_contract, load_contract
 from rlk_align.progress import show_progress
+from rlk_align.results import SideName
 from rlk_align.trace.records import load_record
 from rlk_align.trace.run import Run
 from rlk_align.trace.schema import TraceRecord
@@ -83,11 +84,20 @@ def probe(
 
 def _check_probed(run: Run, plan: TracePlan, name: str | None) -> Contract:
     """Returns the contract. Raises early what would fail later: BadOption for layers and sites that
-    the run's model lacks and for a run that compared nothing; ContractError; CorruptTrace."""
+    the run's model lacks, for a run that compared nothing, and for one with an imported side;
+    ContractError; CorruptTrace."""
     from rlk_align.capture.check import check_trace_plan
 
     dtype = run.comparison.dtype
     contract = load_contract(name or default_contract(dtype), dtype)
-    record = load_record(TraceRecord, run.capture_folder("rollout") / "trace.json")
-    check_trace_plan(plan, record.shape)
+    sides: tuple[SideName, ...] = ("rollout", "train")
+    traces = [load_record(TraceRecord, run.capture_folder(s) / "trace.json") for s in sides]
+    for side, trace in zip(sides, traces, strict=True):
+        if trace.imported:
+            raise BadOption(
+                f"{run.folder}: its {side} side was imported from files of {trace.imported}, and a "
+                "probe runs both engines",
+                "capture that side, or record it by rlk_align.record",
+            )
+    check_trace_plan(plan, traces[0].shape)
     return contract

@@ -18,15 +18,12 @@ def check_controls(
     """Checks both sides; `sides` has the trace and the names of the compared passes of each."""
     noise: dict[SideName, Noise | NotMeasured | None] = {}
     details: list[str] = []
-    violated, shifted, once = False, False, []
+    violated, shifted, unknown, once = False, False, False, list[str]()
     for side, (trace, passes) in sides.items():
         floor: Noise | None = None
         measured = [name for name in passes if not _ran_once(trace, name)]
-        once += [
-            f"{side} {name}: {trace.record.recorded} sampled once, with taps"
-            for name in passes
-            if name not in measured
-        ]
+        once += [f"{side} {name}: {_once(trace)}" for name in passes if name not in measured]
+        unknown |= bool(trace.record.imported)
         for name in measured:
             observed, repeat_noise = trace.read_pass(name), None
             if trace.has_pass(f"{name}.repeat"):
@@ -59,13 +56,23 @@ def check_controls(
         repeated = bool(measured) and all(trace.has_pass(f"{name}.repeat") for name in measured)
         noise[side] = floor if floor or repeated else "not measured"
     observer: Observer = "violated" if violated else "within noise floor" if shifted else "bitwise"
+    if unknown and not violated:
+        observer = "not measured"
     return Controls(observer=observer, observer_detail=details + once, noise=noise)
 
 
 def _ran_once(trace: Trace, name: str) -> bool:
     """Whether a pass has no controls because a job that recorded itself cannot sample twice. What
-    scored the same sequences, in the same engine and with the same taps, has them."""
-    return bool(trace.record.recorded) and name == "decode"
+    scored the same sequences, in the same engine and with the same taps, has them. An imported pass
+    has none."""
+    return bool(trace.record.imported) or (bool(trace.record.recorded) and name == "decode")
+
+
+def _once(trace: Trace) -> str:
+    """Why a pass has no controls."""
+    if trace.record.imported:
+        return f"the files of {trace.record.imported} have no pass without its hooks"
+    return f"{trace.record.recorded} sampled once, with taps"
 
 
 def is_noise(shift: np.ndarray, noise: np.ndarray | None) -> bool:

@@ -18,7 +18,7 @@ from rlk_align.compare.parity_weights import cast_sides
 from rlk_align.compare.sampling_distribution import distributions
 from rlk_align.model.dtypes import lower_precision
 from rlk_align.model.edges import EDGE_ENDS, passes_for
-from rlk_align.model.sites import RowIndex, model_sites
+from rlk_align.model.sites import RowIndex, model_sites, site_parameters
 from rlk_align.progress import Progress
 from rlk_align.results import (
     Comparison,
@@ -86,6 +86,7 @@ def measure(
         casts=cast_sides(rollout, train),
         distributions=distributions(sides),
         quantised=quantised_sides(rollout, train),
+        not_recorded={s: n for s, t in sides.items() if (n := _not_recorded(t))},
         allowed=list(allowed),
         controls=controls,
         edges=edges,
@@ -96,6 +97,15 @@ def measure(
         same_capture=rollout.checksums == train.checksums,
     )
     return comparison, rows
+
+
+def _not_recorded(trace: Trace) -> list[Kind]:
+    """Returns what an imported trace does not say of the whole model."""
+    if not trace.record.imported:
+        return []
+    shape, head = trace.record.shape, {"lm_head"} if "lm_head" not in trace.weights else set()
+    wanted = {p for site in model_sites(shape) for p in site_parameters(site, shape)} - head
+    return ["attributes"] if wanted <= trace.weights.keys() else ["weights", "attributes"]
 
 
 def _missing_edges(

@@ -32,7 +32,7 @@ UNSET_AGREES = frozenset({"padding_side"})
 
 def check_parity(rollout: Trace, train: Trace) -> list[Mismatch]:
     """Returns every mismatch: tokens first, then parameters, then attributes."""
-    attributes = _attributes(rollout.record.attributes, train.record.attributes)
+    attributes = _attributes(*_stated(rollout, train))
     attributes += _frequencies(rollout, train)
     # A different rotary embedding has other angles: positions cannot be derived from them.
     same_rotary = not any("rope" in m.name for m in attributes)
@@ -49,11 +49,26 @@ def check_parity(rollout: Trace, train: Trace) -> list[Mismatch]:
     ]
 
 
+def _stated(rollout: Trace, train: Trace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The attributes of both sides, without those that an imported side does not state."""
+    a, b = rollout.record, train.record
+    return (
+        {n: v for n, v in a.attributes.items() if n in b.attributes or not b.imported},
+        {n: v for n, v in b.attributes.items() if n in a.attributes or not a.imported},
+    )
+
+
+def _imported(rollout: Trace, train: Trace) -> bool:
+    return bool(rollout.record.imported or train.record.imported)
+
+
 def _weights(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
     """Parameters and LoRA adapters that differ; an adapter may also be in the weights."""
     differ = explain_quantised(check_weights(rollout, train), rollout, train)
     weights = explain_merges(differ, rollout, train)
     yield from weights
+    if _imported(rollout, train):
+        return
     adapters = [trace.record.adapters for _, trace in _sides(rollout, train)]
     known = [adapter for of_side in adapters for adapter in of_side if adapter is not None]
     merged = any(m.name == NAME and "merged" in (m.rollout, m.train) for m in weights)
@@ -75,7 +90,7 @@ effect of a difference, which the budgets of operators judge."""
 
 def _recurrences(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
     """Yields how the sides' engines compute recurrences differently."""
-    a, b = (trace.record.attributes for _, trace in _sides(rollout, train))
+    a, b = _stated(rollout, train)
     for name in sorted({n for n in (*a, *b) if n.rpartition(".")[2] in _RECURRENCE}):
         if a.get(name) != b.get(name):
             yield Mismatch(
@@ -92,7 +107,7 @@ def _frequencies(rollout: Trace, train: Trace) -> Iterator[Mismatch]:
     """Sides whose rotary embedding turns by frequencies that were rounded, where the other's were
     not rounded likewise."""
     said = {s: t.record.attributes.get(FREQUENCIES) for s, t in _sides(rollout, train)}
-    if said["rollout"] != said["train"]:
+    if said["rollout"] != said["train"] and not _imported(rollout, train):
         yield Mismatch(
             kind="attributes",
             name=FREQUENCIES,

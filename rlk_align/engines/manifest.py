@@ -31,7 +31,7 @@ def write_manifest(job: Job, engine: Engine, prompt_ids: dict[str, list[int]]) -
     code, replaced = engine.merge_sites(engine.code()), engine.merge_sites(engine.replaced)
     if engine.ranks.rank:
         return
-    _write_weights(job.folder / "weights.parquet", parameters)
+    write_weights(job.folder / "weights.parquet", parameters)
     record = TraceRecord(
         key=job.key,
         engine=engine.spec.name,
@@ -57,7 +57,8 @@ def write_manifest(job: Job, engine: Engine, prompt_ids: dict[str, list[int]]) -
     save_record(record, job.folder / "trace.json")
 
 
-def _write_weights(path: Path, parameters: list[ParameterRecord]) -> None:
+def write_weights(path: Path, parameters: list[ParameterRecord]) -> None:
+    """Writes weights.parquet."""
     columns = {name: [getattr(p, name) for p in parameters] for name in WEIGHTS_SCHEMA.names}
     with writing(path), whole_file(path) as partial:
         pq.write_table(pa.table(columns, schema=WEIGHTS_SCHEMA), partial, write_page_checksum=True)

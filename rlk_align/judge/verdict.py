@@ -150,6 +150,9 @@ def parity(comparison: Comparison, kind: str) -> str:
     rounded, e.g. `cast to bfloat16 on the rollout side`, and for weights with an adapter merged
     into them or that are quantised, e.g. `merged on the rollout side`."""
     if not any(m.kind == kind and m.stops for m in comparison.mismatches):
+        lacking = [_SIDES[s] for s, kinds in comparison.not_recorded.items() if kind in kinds]
+        if lacking:
+            return f"not recorded on the {' and the '.join(lacking)} side"
         sides = (("rollout", "rollout"), ("training", "train"))
         explained = [m for m in comparison.mismatches if m.kind == kind == "weights"]
         for state in ("merged", "quantised"):
@@ -178,7 +181,11 @@ def doubts_of(c: Comparison, contract: Contract) -> list[str]:
     if c.stopped:
         kinds = dict.fromkeys(m.kind for m in c.stopping)
         return [f"precheck: {', '.join(kinds)} differ between the sides"]
-    doubts = list(_noise(c, contract))
+    doubts = [
+        f"{side} was imported from files that lack its {' and '.join(kinds)}"
+        for side, kinds in c.not_recorded.items()
+    ]
+    doubts += _noise(c, contract)
     doubts += [f"{name} was not compared: {why}" for name, why in c.missing_edges.items()]
     paired, expected = coverage(c)
     if not paired >= contract.min_coverage * expected or not paired:
@@ -205,7 +212,7 @@ def doubts_of(c: Comparison, contract: Contract) -> list[str]:
                     f"{edge.name}: {edge.metrics.tokens} sampled tokens, "
                     f"{contract.min_tokens} are needed"
                 )
-    if c.controls is None or c.controls.observer == "violated":
+    if c.controls is None or c.controls.observer in ("violated", "not measured"):
         detail = "; ".join(c.controls.observer_detail) if c.controls else "no control"
         doubts.append(f"observer: {detail}")
     return doubts
@@ -216,7 +223,11 @@ def _no_law(edge: EdgeResult, c: Comparison, contract: Contract) -> Iterator[str
     figures."""
     judged = judged_metrics(edge, c, contract)
     asked = [x for x in limits_of(edge, c, contract) if x.metric in LAW_METRICS]
-    if judged.noise is None and any(x.judges(edge.name, judged.tokens) for x in asked):
+    if (
+        judged.tokens
+        and judged.noise is None
+        and any(x.judges(edge.name, judged.tokens) for x in asked)
+    ):
         yield (
             f"{edge.name}: the run does not hold {asked[0].metric}, which contract {contract.id} "
             "limits: it was made by an older version; gate it with --recompute"
@@ -271,6 +282,13 @@ def _notes(c: Comparison, contract: Contract) -> list[str]:
             f"responses of up to {c.longest_response:,} tokens: the limits were chosen for "
             f"{contract.sequences.tokens:,}, and drift adds up along a sequence"
         )
+    notes += [
+        f"{side}: its weights were not recorded, so its operators are recomputed with those of "
+        f"{c.engines[side].model}: one beyond its budget has another weight, or computes something "
+        "else"
+        for side, kinds in c.not_recorded.items()
+        if "weights" in kinds
+    ]
     notes += _quantisation(c, contract)
     notes += _excluded_flips(c, contract)
     notes += _skipped_limits(c, contract)

@@ -86,7 +86,8 @@ def markdown(source: ReportSource) -> str:
 
 def _next(verdict: Verdict, folder: Path, probe: Probe | None) -> list[str]:
     step, edge = next_step(verdict, folder), headline(verdict)
-    differs = edge is not None and edge.first_bitwise is not None and not verdict.comparison.stopped
+    runs = not verdict.comparison.stopped and not verdict.comparison.not_recorded
+    differs = edge is not None and edge.first_bitwise is not None and runs
     if probe is not None or not differs or "rlk-align probe" in step:
         return [step]
     where = shlex.quote(str(folder))

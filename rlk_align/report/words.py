@@ -248,7 +248,9 @@ def outcome(verdict: Verdict) -> tuple[str, str]:
     if c.stopped:
         return f"The two sides have different inputs: {mismatch_words(c.stopping[0])}.", ""
     if verdict.status == "inconclusive" or edge is None:
-        return f"Nothing can be concluded: {verdict.doubts[0]}.", ""
+        over = over_budget(verdict, edge) if edge is not None and c.not_recorded else []
+        found = _over_words(verdict, edge, over) if edge is not None and over else ""
+        return f"Nothing can be concluded: {verdict.doubts[0]}.", found
     cause = cause_words(verdict)
     return f"{cause[0].upper()}{cause[1:]}.", _finding(verdict, edge)
 
@@ -302,9 +304,14 @@ def _over_words(verdict: Verdict, edge: EdgeResult, over: list[OverBudget]) -> s
 def side_off(verdict: Verdict) -> str:
     """States which side is off."""
     c, edge = verdict.comparison, headline(verdict)
-    if c.stopped or edge is None or verdict.status == "inconclusive":
+    if c.stopped or edge is None:
         return "unknown: nothing was judged"
     over = over_budget(verdict, edge)
+    if over and c.not_recorded:
+        assumed = any("weights" in kinds for kinds in c.not_recorded.values())
+        return whose_off(over[0]) + (", if it has the weights of its model" if assumed else "")
+    if verdict.status == "inconclusive":
+        return "unknown: nothing was judged"
     if over:
         return whose_off(over[0])
     if edge.first_bitwise is None:
@@ -324,6 +331,8 @@ def _settle(verdict: Verdict) -> str:
     noisy = [s for s, n in (c.controls.noise if c.controls else {}).items() if isinstance(n, Noise)]
     if noisy:
         return f"make {' and '.join(noisy)} repeat itself, or judge by a contract with max_noise"
+    if c.not_recorded:
+        return "record both sides by rlk_align.record, which keeps their weights and attributes too"
     short = [e for e in c.edges if e.name in c.judged and e.metrics.tokens < contract.min_tokens]
     rest = [name for name in c.judged if name not in {e.name for e in short}]
     if short and rest and all(_never_shown(e) for e in short):
@@ -345,9 +354,12 @@ def next_step(verdict: Verdict, folder: Path) -> str:
         kinds = dict.fromkeys(m.kind for m in c.stopping)
         flags = " ".join(f"--allow-mismatch {kind}" for kind in kinds)
         return f"correct it, or compare anyway with {flags}"
-    if verdict.status == "inconclusive":
-        return _settle(verdict)
     edge = headline(verdict)
+    if verdict.status == "inconclusive":
+        over = over_budget(verdict, edge) if edge is not None and c.not_recorded else []
+        if over and over[0].side in ("rollout", "train"):
+            return f"check {over[0].unit.site} on the {over[0].side} side, and its weight there"
+        return _settle(verdict)
     if verdict.status == "pass":
         contract = shlex.quote(verdict.contract.reference)
         return f"in CI: rlk-align gate {shlex.quote(str(folder))} --contract {contract}"

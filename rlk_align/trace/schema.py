@@ -374,6 +374,9 @@ class TraceRecord(Record):
     """The step of a job that recorded it as it ran, once and with taps; empty for a capture."""
     lost: list[int] = Field(default_factory=list)
     """The ranks of that job that did not complete their shards."""
+    imported: str = ""
+    """The tool whose files it was imported from; empty otherwise. Such a trace has those parameters
+    and attributes that the files have, and says nothing of others."""
     old_weights: dict[str, str] = Field(default_factory=dict)
     """Parameter -> which side of that job has an old value of it, in words."""
 

@@ -146,10 +146,14 @@ RULES = {
         *("engines.megatron.experts", "engines.megatron.places", "trace", "model", "progress"),
         *("text", "errors"),
     ),
-    "record": ("record", "engines", "trace", "model", "results", "errors"),
+    "record": ("record", "engines", "trace", "model", "results", "text", "errors"),
     "record.train": ("record.train", "record.shared", "engines", "trace", "model", "errors"),
     "record.rollout": ("record.rollout", "record.shared", "engines", "trace", "model", "errors"),
     "record.shared": ("record.shared", "engines", "trace", "model", "results", "errors"),
+    "record.imports": (
+        *("record.imports", "record.shared", "engines.common", "engines.manifest"),
+        *("engines.row_checks", "trace", "model", "results", "text", "errors"),
+    ),
     "record.merge": ("record.merge", "record.shared", "trace", "model", "results", "errors"),
     "pipeline": (
         *("capture", "compare", "probe", "judge", "report", "trace", "model"),
@@ -264,13 +268,21 @@ LIGHT = (
     ),
     *("report.source", "report.html.page", "report.html.several", "report.model_explorer"),
     *("record", "record.vllm", "record.sglang", "record.shared.layout"),
+    "record.imports.formats",
     *("trace.run", "trace.schema", "engines.registry", "engines.spec", "engines.tested"),
     *("capture.request", "model.checkpoint", "model.edges", "model.shape", "model.prompts"),
     *("model.sites", "model.operators", "progress", "text", "errors", "data", "cli.main"),
     *("api.public", "api.loaded", "api.judging", "api.pair", "api.single"),
     *("report.weights", "report.rescored", "report.document_terminal", "report.rescored_json"),
     *("api.rescoring", "api.modules", "cli.modules", "cli.compare", "cli.weights"),
-    *("api.replaying", "cli.replay", "report.replayed", "logs.replay.request"),
+    *(
+        "api.imports",
+        "cli.import_",
+        "api.replaying",
+        "cli.replay",
+        "report.replayed",
+        "logs.replay.request",
+    ),
 )
 """What judges and parses."""
 

@@ -146,7 +146,7 @@ def _reference(
         return Reference(
             Path(r.model), r.shape, r.dtype, tp, r.attributes, trace.weights, device, like, orders,
             _added(r.options) if tp > 1 else frozenset(), CUTS in r.environment, r.adapters,
-            r.products, r.cache,
+            r.products, r.cache, bool(r.imported),
         )  # fmt: skip
     except ModelError as error:
         return f"the checkpoint cannot be read: {error.message}"

@@ -97,6 +97,7 @@ class Reference:
         adapters: Sequence[LoraRecord | None] = (),
         products: Mapping[str, QuantisedProduct] = MappingProxyType({}),
         cache: CacheRecord | None = None,
+        assumed: bool = False,
     ) -> None:
         """`dtype`: the dtype in which the side computes; `tp`: its number of tensor-parallel ranks;
         `attributes`: those of its trace; `live`: the weights of its engine; `like`: the other
@@ -105,7 +106,8 @@ class Reference:
         whose outputs its ranks round and add up; `cuts`: whether its own kernels cut numbers off to
         bfloat16 (`trace.schema.CUTS`); `adapters`: its LoRA adapters in turn;
         `products`: how it multiplies
-        by weights in fp8; `cache`: its quantised keys and values. Raises ModelError."""
+        by weights in fp8; `cache`: its quantised keys and values; `assumed`: whether a weight that
+        its trace lacks is taken to be the checkpoint's. Raises ModelError."""
         self.shape, self.dtype, self.device, self._model = shape, dtype, device, model
         self._tp, self._attributes, self._added = tp, attributes, added
         self._products, self._cache = products, cache
@@ -116,7 +118,7 @@ class Reference:
             self._checkpoint = Checkpoint(model, self._config, shape, dtype, device)
         else:
             self._checkpoint = like._checkpoint
-        self._weights = CheckpointWeights(self._checkpoint, live)
+        self._weights = CheckpointWeights(self._checkpoint, live, assumed)
         self._adapters = [
             None if record is None else AdapterReference(record, dtype, self._config, shape, device)
             for record in adapters

@@ -112,15 +112,20 @@ class Checkpoint:
 class CheckpointWeights:
     """A checkpoint's parameters, checked against the weights of a side's engine in its capture."""
 
-    def __init__(self, checkpoint: Checkpoint, live: Mapping[str, Weight]) -> None:
-        """`live`: the weights of the side's trace."""
-        self._checkpoint, self._live = checkpoint, live
+    def __init__(
+        self, checkpoint: Checkpoint, live: Mapping[str, Weight], assumed: bool = False
+    ) -> None:
+        """`live`: the weights of the side's trace; `assumed`: whether a weight that is not among
+        them is taken to be the checkpoint's."""
+        self._checkpoint, self._live, self._assumed = checkpoint, live, assumed
 
     def read(self, parameter: str, used_as: str = "") -> torch.Tensor:
         """Returns a canonical parameter, rounded to the side's dtype; `used_as`: the name of the
         engine's copy if it differs. Raises NotRefereed."""
         live = used_as if used_as in self._live else parameter
         value = self._checkpoint.read(parameter)
+        if live not in self._live and self._assumed:
+            return value
         if live not in self._live:
             raise OtherWeight(f"its engine showed no {live}")
         if not self._checkpoint.holds(parameter, self._live[live].digest):
@@ -159,5 +164,7 @@ class CheckpointWeights:
     def read_kept(self, parameter: str) -> torch.Tensor:
         """Returns a canonical parameter as the engine keeps it, which some keep in float32. Raises
         NotRefereed."""
-        self.read(parameter)
+        value = self.read(parameter)
+        if parameter not in self._live:
+            return value
         return self._checkpoint.read_kept(parameter, self._live[parameter].digest)

@@ -31,7 +31,7 @@ from rlk_align.results import SideName
 from rlk_align.trace.checksums import add_checksums
 from rlk_align.trace.records import save_record, writing
 from rlk_align.trace.schema import TRACE_FILES
-from rlk_align.trace.writer import PassWriter
+from rlk_align.trace.writer import KeepValues, PassWriter
 
 SCORED = ("prefill", "prefill.untapped", "prefill.repeat")
 """A pass that scores sequences, and its controls."""
@@ -157,17 +157,18 @@ class Shard:
 
     def writer(self, name: str) -> PassWriter:
         """The writer of a pass or of a control, which the caller finishes."""
-        self._passes.append(name)
+        vocab = self._engine.shape.vocab
         if "." in name:
-            return PassWriter(
-                self.path / name, KEEP_LOGPROBS, statistics=False, vocab=self._engine.shape.vocab
-            )
-        shape = self._engine.shape
+            return self.open_pass(name, KEEP_LOGPROBS, statistics=False, vocab=vocab)
         # Some engines compute some sites of a 16-bit model in float32.
-        row_bytes = {site.name: 4 * site.features for site in model_sites(shape)}
+        row_bytes = {site.name: 4 * site.features for site in model_sites(self._engine.shape)}
         keep = KeepWithin(self._budget, row_bytes)
-        checks = row_checks(self._engine)
-        return PassWriter(self.path / name, keep, checks=checks, vocab=shape.vocab)
+        return self.open_pass(name, keep, checks=row_checks(self._engine), vocab=vocab)
+
+    def open_pass(self, name: str, keep: KeepValues, **more: Any) -> PassWriter:
+        """The writer of a pass, with these arguments of `PassWriter`."""
+        self._passes.append(name)
+        return PassWriter(self.path / name, keep, **more)
 
     def finish(
         self,
