@@ -16,11 +16,19 @@ BLOCK = 2048
 
 @triton.jit
 def _place(F, stride_m, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """(where the entries are in gate and up, where in dense rows, the mask of those in the row)."""
+    """(where the first entry is in gate and up, where in dense rows, the places of the entries
+    after it in gate and up and in dense rows, the mask of those in the row)."""
     blocks = tl.cdiv(F, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    cols = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    return row * stride_m + cols * STRIDE, row * F + cols, cols < F
+    first = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
+    after = tl.arange(0, BLOCK)
+    return (
+        row * stride_m + first * STRIDE,
+        row * F + first,
+        after * STRIDE,
+        after,
+        after < F - first,
+    )
 
 
 @triton.jit
@@ -36,10 +44,10 @@ def _clamped(g_ptr, u_ptr, at, mask, limit):
 def _clamped_swiglu_fwd_kernel(
     g_ptr, u_ptr, y_ptr, F, stride_m, alpha, limit, STRIDE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    at, dense, mask = _place(F, stride_m, STRIDE, BLOCK)
-    _, _, g, u = _clamped(g_ptr, u_ptr, at, mask, limit)
+    at, dense, strided, after, mask = _place(F, stride_m, STRIDE, BLOCK)
+    _, _, g, u = _clamped(g_ptr + at, u_ptr + at, strided, mask, limit)
     y = g / (1.0 + tl.exp(-(alpha * g))) * (u + 1.0)
-    tl.store(y_ptr + dense, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + dense + after, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["F", "stride_m"])
@@ -47,15 +55,15 @@ def _clamped_swiglu_bwd_kernel(
     g_ptr, u_ptr, dy_ptr, dg_ptr, du_ptr, F, stride_m, alpha, limit, STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    at, dense, mask = _place(F, stride_m, STRIDE, BLOCK)
-    gate, up, g, u = _clamped(g_ptr, u_ptr, at, mask, limit)
-    dy = tl.load(dy_ptr + dense, mask=mask, other=0.0).to(tl.float32)
+    at, dense, strided, after, mask = _place(F, stride_m, STRIDE, BLOCK)
+    gate, up, g, u = _clamped(g_ptr + at, u_ptr + at, strided, mask, limit)
+    dy = tl.load(dy_ptr + dense + after, mask=mask, other=0.0).to(tl.float32)
     s = 1.0 / (1.0 + tl.exp(-(alpha * g)))
     dg = dy * (u + 1.0) * s * (1.0 + alpha * g * (1.0 - s))
     dg = tl.where(gate > limit, 0.0, dg)
     du = tl.where(tl.abs(up) > limit, 0.0, dy * g * s)
-    tl.store(dg_ptr + dense, dg.to(dg_ptr.dtype.element_ty), mask=mask)
-    tl.store(du_ptr + dense, du.to(du_ptr.dtype.element_ty), mask=mask)
+    tl.store(dg_ptr + dense + after, dg.to(dg_ptr.dtype.element_ty), mask=mask)
+    tl.store(du_ptr + dense + after, du.to(du_ptr.dtype.element_ty), mask=mask)
 
 
 def _alike(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
