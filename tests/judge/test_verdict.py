@@ -134,7 +134,8 @@ def test_a_missing_edge_is_inconclusive() -> None:
 
 
 @pytest.mark.parametrize(
-    ("observer", "want"), [("bitwise", 0), ("within noise floor", 0), ("violated", 4)]
+    ("observer", "want"),
+    [("bitwise", 0), ("within noise floor", 0), ("violated", 4), ("not measured", 4)],
 )
 def test_a_violated_observer_is_inconclusive(observer: str, want: int) -> None:
     controls = Controls(observer=observer, observer_detail=["taps move"], noise=QUIET)
@@ -482,6 +483,13 @@ def test_a_limit_that_wants_more_tokens_is_told_and_proves_nothing() -> None:
     assert "applies no limit to prefill_vs_train" in alone.doubts[0]
     enough = judge(comparison(), contract(quantile | {"min_tokens": 100}))
     assert (code(enough), enough.notes) == (0, [])
+
+
+def test_a_side_that_was_imported_is_a_doubt() -> None:
+    verdict = judge(comparison(not_recorded={"train": ["weights", "attributes"]}), contract())
+    assert code(verdict) == 4
+    assert verdict.doubts == ["train was imported from files that lack its weights and attributes"]
+    assert "its operators are recomputed with those of" in verdict.notes[0]
 
 
 def test_noise_that_was_not_measured_is_a_doubt() -> None:

@@ -40,7 +40,7 @@ GUARDS = {
         "judge/test_verdict.py::test_a_failed_precheck_stops_everything",
     ),
     "observer": Guard(
-        *("judge/verdict.py", 'c.controls.observer == "violated"', "False"),
+        *("judge/verdict.py", 'c.controls.observer in ("violated", "not measured")', "False"),
         "judge/test_verdict.py::test_a_violated_observer_is_inconclusive",
     ),
     "coverage": Guard(
@@ -67,8 +67,12 @@ GUARDS = {
         "judge/test_verdict.py::test_a_nonfinite_entry_fails_any_contract",
     ),
     "a side that does not repeat itself": Guard(
-        *("judge/verdict.py", "list(_noise(c, contract))", "list[str]()"),
+        *("judge/verdict.py", "_noise(c, contract)", "list[str]()"),
         "judge/test_verdict.py::test_a_side_that_does_not_repeat_itself_is_named_whatever_was_measured",
+    ),
+    "a side that was imported": Guard(
+        *("judge/verdict.py::doubts_of", "c.not_recorded.items()", "list[tuple[str, list[str]]]()"),
+        "judge/test_verdict.py::test_a_side_that_was_imported_is_a_doubt",
     ),
     "taps within the noise": Guard(
         *("compare/controls.py", "not shift.max() <= _MAX_OVER_NOISE * noise.max()", "False"),
