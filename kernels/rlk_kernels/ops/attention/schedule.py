@@ -459,9 +459,9 @@ def _list_plan(plan: AttentionPlan, call: AttentionCall, chunk: int) -> ListPlan
     if share and not compares:
         of_shared = stride, together, chunk, page, here.overlaps
     constants = (
-        stride, batch, window or 0, plan.slots, PIECES[plan.rows] * here.processors, call.kv_heads,
-        call.group, plan.rows, chunk, call.causal, window is not None, table is not None, page,
-        share, compares, block, block.bit_length() + 1, LISTED, here.overlaps,
+        stride, batch, window or 0, plan.slots, plan.target, call.kv_heads, call.group, plan.rows,
+        chunk, call.causal, window is not None, table is not None, page, share, compares, block,
+        block.bit_length() + 1, LISTED, here.overlaps,
     )  # fmt: skip
     warps = compared // 256 if compares else block // 128
     options = {"num_warps": max(1, min(8, warps)), "launch_pdl": here.overlaps}
