@@ -59,23 +59,35 @@ block; after the last block of a chunk, its maximum and its sum."""
 
 
 @gluon.jit
-def _start_scores(q, ring, turn, s):
-    """Start the scores [rows, keys] of the `turn`-th block: the rotated features first."""
-    q_left, q_right, q_rotated = q
-    left, right, rotated, left_full, _, right_full, _ = ring
+def _start_rotated(q, ring, turn, s):
+    """Start the scores [rows, keys] of the `turn`-th block, which is complete, with the product of
+    the rotated features."""
+    _, _, q_rotated = q
+    _, _, rotated, left_full, _, right_full, _ = ring
     slot = turn % DEPTH
     mbarrier.wait(left_full.index(slot), turn // DEPTH & 1)
     mbarrier.wait(right_full.index(slot), turn // DEPTH & 1)
     keys = rotated.index(slot).permute((1, 0))
-    s = warpgroup_mma(q_rotated, keys, s, use_acc=False, is_async=True)
+    return warpgroup_mma(q_rotated, keys, s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _end_scores(q, ring, turn, s):
+    """Add the product of the latents to the scores."""
+    q_left, q_right, _ = q
+    left, right, _, _, _, _, right_empty = ring
+    slot = turn % DEPTH
     s = warpgroup_mma(q_left, left.index(slot).permute((1, 0)), s, is_async=True)
-    return warpgroup_mma(q_right, right.index(slot).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(q_right, right.index(slot).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma_wait(0, [s])
+    mbarrier.arrive(right_empty.index(slot))
+    return s
 
 
 @gluon.jit
 def _give(given, turn, p, old):
     """Give the weights of the `turn`-th block, and the factor of the sums before them."""
-    weights, numbers, full, empty = given
+    weights, numbers, _, empty = given
     mbarrier.wait(empty.index(0), (turn & 1) ^ 1)
     weights.store(p)
     numbers.index(FACTOR).store(old)
@@ -93,15 +105,13 @@ def _given(given):
 @gluon.jit
 def _attend_left(q, ring, given, begin, end, plain_end, len_k, last, turn, scale):
     """(m, den, left half of acc) of the blocks begin ... end, at least one, all of one chunk."""
-    left, _, _, _, left_empty, _, right_empty = ring
+    left, _, _, _, left_empty, _, _ = ring
     dtype: gl.constexpr = left.dtype
     s = gl.zeros([ROWS, BLOCK], gl.float32, SCORES)
     acc = gl.zeros([ROWS, HALF], gl.float32, SUMS)
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     _, _, _, den = block_weights(s, m, 0.0, sum_levels(BLOCK))
-    scores = _start_scores(q, ring, turn, s)
-    s = warpgroup_mma_wait(0, [scores])
-    mbarrier.arrive(right_empty.index(turn % DEPTH))
+    s = _end_scores(q, ring, turn, _start_rotated(q, ring, turn, s))
     for j in range(begin, end - 1):
         p, m, den, old = weigh(
             s, m, den, scale, j * BLOCK, last, 0, j >= plain_end, dtype, SUMS, False
@@ -112,16 +122,14 @@ def _attend_left(q, ring, given, begin, end, plain_end, len_k, last, turn, scale
         acc = acc * old[:, None]
         slot = here % DEPTH
         sums = warpgroup_mma(p, left.index(slot), acc, use_acc=j != begin, is_async=True)
-        scores = _start_scores(q, ring, here + 1, s)
-        # the scores are three products, and the sums before them are complete
-        acc, p = warpgroup_mma_wait(3, [sums, p])
+        scores = _start_rotated(q, ring, here + 1, s)
+        # A warp continues after a product only when the tensor core is about to take it. So the
+        # block is free before the rest of the scores starts, and not after that.
+        acc, p = warpgroup_mma_wait(1, [sums, p])
         mbarrier.arrive(left_empty.index(slot))
-        s = warpgroup_mma_wait(0, [scores])
-        mbarrier.arrive(right_empty.index((here + 1) % DEPTH))
+        s = _end_scores(q, ring, here + 1, scores)
     j = end - 1
-    p, m, den, old = weigh(
-        s, m, den, scale, j * BLOCK, last, 0, j >= plain_end, dtype, SUMS, False
-    )
+    p, m, den, old = weigh(s, m, den, scale, j * BLOCK, last, 0, j >= plain_end, dtype, SUMS, False)
     here = turn + j - begin
     _give(given, here, p, old)
     _, numbers, _, _ = given

@@ -31,27 +31,26 @@ STATE = LATENT.value + 2
 """Numbers of fp32 of a row's state."""
 
 
-def can_run(q: Tensor, latents: Tensor, table: Tensor | None, latent: int) -> bool:
+def can_run(q: Tensor, latents: Tensor, batch: int, table: Tensor | None, latent: int) -> bool:
     """Whether the kernel runs, with these inputs of `on_triton.forward`."""
-    keys = latents.unsqueeze(-2)
+    keys, blocks = latents.unsqueeze(-2), q.shape[0] * q.shape[1] // ROWS.value + batch
     return (
         facts(q.device).gluon and q.dtype in (torch.bfloat16, torch.float16)
         and (latent, q.shape[2] - latent) == (LATENT.value, ROTATED.value)
         and can_read(keys, keys[..., :latent], table)
         and q.shape[1] * q.stride(1) < 1 << 31  # the kernel computes offsets of heads in 32 bits
-        and _chunks(latents, table) * (q.shape[0] * q.shape[1] // ROWS.value + 1) < 1 << 31
+        and blocks * _chunks(keys, table) < 1 << 31
     )  # fmt: skip
 
 
-def _chunks(latents: Tensor, table: Tensor | None) -> int:
+def _chunks(keys: Tensor, table: Tensor | None) -> int:
     """The most chunks of a sequence."""
-    keys = latents.shape[0] if table is None else table.shape[1] * latents.shape[1]
-    return cdiv(keys, CHUNK)
+    return cdiv(keys.shape[0] if table is None else table.shape[1] * keys.shape[1], CHUNK)
 
 
 def _plan(call: AttentionCall) -> AttentionPlan:
     (tokens, heads, _), batch, rows = call.q.shape, call.batch, ROWS.value
-    chunks, processors = _chunks(call.k.squeeze(-2), call.table), facts(call.q.device).processors
+    chunks, processors = _chunks(call.k, call.table), facts(call.q.device).processors
     blocks, split = tokens * heads // rows + batch, chunks > 1
     # A piece per processor: another one costs time, as its chunks are stored.
     most = min((blocks + batch // 2) * max(chunks, 1), processors + blocks + batch)

@@ -55,15 +55,16 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out[T, H, L], lse[H, T]). latents[S, L + R] with lens_k[B + 1], the begins of sequences; or
     with a table a cache[blocks, P, L + R], and lens_k[B], the numbers of keys. ways: the programs
-    that divide the chunks of a block of rows; None: the shape decides. special: the kernel for
-    Hopper runs where it can; None: SPECIAL. No bit depends on either."""
+    that divide the chunks of a block of rows, in plain Triton; None: the shape decides. special:
+    the kernel for Hopper runs where it can; None: SPECIAL. No bit depends on either."""
     special = SPECIAL if special is None else special
     (tokens, heads, _), device, batch = q.shape, q.device, cu_q.numel() - 1
     out = empty((tokens, heads, latent), q.dtype, device)
     lse = empty((heads, tokens), torch.float32, device)
     if tokens == 0 or batch == 0:
         return out, lse
-    if special and facts(device).gluon and _on_hopper().can_run(q, latents, table, latent):
+    special = special and ways is None and facts(device).gluon
+    if special and _on_hopper().can_run(q, latents, batch, table, latent):
         _on_hopper().attend(q, latents, cu_q, lens_k, table, scale, out, lse)
         return out, lse
     paged = table is not None
