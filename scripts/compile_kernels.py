@@ -50,7 +50,7 @@ SPILLS = {
     "states_kernel": 1 << 13,  # the gated delta rule, fp32; 64 with bf16
     "attend_kernel": 1 << 13,  # latent attention: an accumulator of half of the registers
     "queries_kernel": 1 << 13,  # its gradient, fp32; half of that with bf16
-    "latent_hopper_kernel": 1 << 12,  # between the chunks of a piece; none in a step
+    "latent_hopper_kernel": 1 << 12,  # between the chunks of a piece; numbers in a step with 3.9
     "latents_kernel": 1 << 11,  # likewise; none with fp32
     "_dkv_hopper_kernel": 256,  # scalars between steps
     "_dq_hopper_kernel": 1024,  # none with Triton 3.6 to 3.8; 520 with 3.9

@@ -13,7 +13,7 @@ from rlk_kernels.memory import empty, layout, views
 from rlk_kernels.ops.attention.call import AttentionCall, AttentionPlan, Scratch
 from rlk_kernels.ops.attention.hopper.rings import BLOCK
 from rlk_kernels.ops.attention.hopper.steps import as_matrix, can_read, keys_per_copy
-from rlk_kernels.ops.attention.hopper.work import LISTED, LONE, WHOLE
+from rlk_kernels.ops.attention.hopper.work import LISTED, LONE
 from rlk_kernels.ops.attention.merge import merge_parts
 from rlk_kernels.ops.attention.order import LOG2E
 from rlk_kernels.ops.attention.schedule import ListPlan, list_plan, schedule
@@ -51,20 +51,17 @@ def _chunks(keys: Tensor, table: Tensor | None) -> int:
 def _plan(call: AttentionCall) -> AttentionPlan:
     (tokens, heads, _), batch, rows = call.q.shape, call.batch, ROWS.value
     chunks, processors = _chunks(call.k, call.table), facts(call.q.device).processors
-    blocks, split = tokens * heads // rows + batch, chunks > 1
-    # A piece per processor: another one costs time, as its chunks are stored.
+    blocks = tokens * heads // rows + batch
+    # Only rows with a second piece store chunks. With a piece per processor as the target, a
+    # sequence of more blocks of rows than half of the processors has none.
+    stored = min(tokens * heads, rows * (processors + 1)) * (chunks + 1) if chunks > 1 else 0
+    slots = min(stored, SCRATCH_BYTES // (4 * STATE))
     most = min((blocks + batch // 2) * max(chunks, 1), processors + blocks + batch)
-    # Rows are split if they have at least two ranges of chunks, so at most half as many blocks of
-    # rows as pieces are aimed at.
-    slots = min(
-        SCRATCH_BYTES // (4 * STATE), min(tokens * heads, rows * (processors + 1)) * (chunks + 1)
-    )
     programs = min(most, processors)
     return AttentionPlan(
-        special=True, rows=rows, split=split, listed=split and batch > 1, alone=False,
-        programs=programs, whole=not split, slots=slots if split else 0,
-        scratch=((slots, LATENT.value), (slots, 2), (programs * rows, LATENT.value)) if split
-        else (), most=most, target=processors,
+        special=True, rows=rows, split=True, listed=batch > 1, alone=False, programs=programs,
+        whole=False, slots=slots, most=most, target=processors,
+        scratch=((slots, LATENT.value), (slots, 2), (programs * rows, LATENT.value)),
     )  # fmt: skip
 
 
@@ -85,18 +82,17 @@ def attend(
     plan = cache.plan
     if plan is None:
         plan = cache.plan = _plan(call)
+    own: ListPlan | None = list_plan(cache, plan, call, CHUNK) if plan.listed else None
+    memory_layout = layout((*plan.scratch, *(own.sizes if own else ())), torch.float32)
+    parts = views(empty(memory_layout.total, torch.float32, q.device), memory_layout)
     scratch = Scratch.unused(lse, cu_q)
-    if plan.split:
-        own: ListPlan | None = list_plan(cache, plan, call, CHUNK) if plan.listed else None
-        memory_layout = layout((*plan.scratch, *(own.sizes if own else ())), torch.float32)
-        parts = views(empty(memory_layout.total, torch.float32, q.device), memory_layout)
-        scratch.acc, scratch.max_sum, scratch.running = parts[:3]
-        if own is not None:
-            lists = [x.view(torch.int32) for x in parts[3:]]
-            scratch.entries, scratch.pieces, _ = lists
-            schedule(cache, own, lists, call)
+    scratch.acc, scratch.max_sum, scratch.running = parts[:3]
+    if own is not None:
+        lists = [x.view(torch.int32) for x in parts[3:]]
+        scratch.entries, scratch.pieces, _ = lists
+        schedule(cache, own, lists, call)
     _attend(cache, plan, call, scratch)
-    if plan.split:
+    if plan.slots:
         merge_parts(cache, plan, call, scratch, CHUNK)
 
 
@@ -104,7 +100,7 @@ def _attend(cache: ShapeCache, plan: AttentionPlan, call: AttentionCall, scratch
     """Fill call.out and lse, or the slots."""
     q, keys, table, here = call.q, call.k, call.table, facts(call.q.device)
     maps = cache.get_or_create("maps", keys.data_ptr(), _maps, keys, table)
-    how = (LISTED if plan.listed else LONE) if plan.split else WHOLE
+    how = LISTED if plan.listed else LONE
     launch(
         cache, latent_hopper_kernel, (plan.programs, 1, 1),
         (scratch.entries, scratch.pieces, call.cu_q, call.lens_k, q, *maps, call.out, scratch.lse,

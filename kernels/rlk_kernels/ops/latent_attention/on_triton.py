@@ -1,7 +1,10 @@
-"""Latent attention on the triton backend: launches of its kernels.
+"""Latent attention on the triton backend: launches of its kernels in plain Triton. `on_hopper.py`
+launches the one for Hopper.
 
 T = queries  S = keys  H = heads  L = features of a latent  R = rotated features  B = sequences
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -77,6 +80,10 @@ def forward(
     split = most > 1 and ways > 1
     slots = min(tokens * heads * most, SCRATCH_BYTES // (4 * widths[1])) if split else 0
     programs = blocks if split else min(blocks, processors)
+    # In a step of decode every sequence has as many blocks, of which the last one is empty: no
+    # program may get these alone.
+    while programs < blocks and math.gcd(programs, heads // rows + 1) > 1:
+        programs -= 1
     running = empty((programs * rows if most > 1 else 1, widths[1]), torch.float32, device)
     acc, base = empty((slots, widths[1]), torch.float32, device), cu_q
     max_sum = empty((slots, 2), torch.float32, device)
