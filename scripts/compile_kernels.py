@@ -30,6 +30,7 @@ import torch
 import triton
 from offline_h200 import Compiled, h200
 from rlk_kernels.device import GLUON_TRITON, interpreting
+from rlk_kernels.ops.latent_attention import on_triton as latent_attention
 from rlk_kernels.parallel.peer import kernels as peer_kernels
 from rlk_kernels.parallel.peer.channels import CHANNELS, Channels
 from shapes import HEADS, LINEAR, ROWS
@@ -49,6 +50,7 @@ SPILLS = {
     "states_kernel": 1 << 13,  # the gated delta rule, fp32; 64 with bf16
     "attend_kernel": 1 << 13,  # latent attention: an accumulator of half of the registers
     "queries_kernel": 1 << 13,  # its gradient, fp32; half of that with bf16
+    "latent_hopper_kernel": 1 << 12,  # between the chunks of a piece; numbers in a step with 3.9
     "latents_kernel": 1 << 11,  # likewise; none with fp32
     "_dkv_hopper_kernel": 256,  # scalars between steps
     "_dq_hopper_kernel": 1024,  # none with Triton 3.6 to 3.8; 520 with 3.9
@@ -260,6 +262,21 @@ def latents(heads: int, sequences: int, tokens: int, dtype=BF16, widths=(512, 64
         rk.paged_latent_attention(each, cache, table, lens, cu_seqlens_q=cu, **how)
 
 
+def latents_on_hopper(
+    heads: int, sequences: int, tokens: int, page: int = 64, queries: int = 1, dtype=BF16
+) -> None:
+    """The kernel that no plan chooses yet: over a cache, or without one (page 0)."""
+    q, pages = _x(sequences * queries, heads, 576, dtype=dtype), tokens // (page or 1)
+    cu, lens = (_ids(sequences + i, dtype=torch.int32) for i in (1, 0 if page else 1))
+    keys = (
+        _x(sequences * pages, page, 576, dtype=dtype)
+        if page
+        else _x(sequences * tokens, 576, dtype=dtype)
+    )
+    table = _ids(sequences, pages, dtype=torch.int32) if page else None
+    latent_attention.forward(q, keys, cu, lens, table, 512, 0.1, special=True)
+
+
 def sampling(t: int, v: int, dtype=FP32) -> None:
     """Rows of a padded vocabulary, with and without truncation."""
     logits, where = _x(t, v + 64, dtype=dtype).detach()[:, :v], (_ids(t), _ids(t))
@@ -348,6 +365,11 @@ CALLS: dict[str, Callable[[], object]] = {
     "latents": lambda: latents(128, 4, 4096),
     "latents, one sequence": lambda: latents(20, 1, 4096),
     "latents, few features": lambda: latents(4, 3, 64, dtype=FP16, widths=(32, 8)),
+    "latents on Hopper": lambda: latents_on_hopper(128, 32, 4096),
+    "latents on Hopper, one sequence": lambda: latents_on_hopper(128, 1, 4096),
+    "latents on Hopper, few keys": lambda: latents_on_hopper(128, 64, 512),
+    "latents on Hopper, 20 heads, pages of 16": lambda: latents_on_hopper(20, 3, 2048, page=16),
+    "latents on Hopper, no cache": lambda: latents_on_hopper(128, 2, 4096, 0, 4096, FP16),
     "latents, fp32": lambda: latents(16, 2, 1024, dtype=FP32),
     "rows": lambda: rows(1024),
     "adapters, one": lambda: adapters(8192, 1, 16, 12288, 4096),

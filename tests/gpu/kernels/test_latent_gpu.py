@@ -1,17 +1,42 @@
 """Attention over latents on a GPU, with the widths of DeepSeek-V3: float64 budgets, and the bits of
-decode, of a prefill cut anywhere, and of chunks that programs divide."""
+decode, of a prefill cut anywhere, and of chunks that programs divide; by the kernel in plain Triton
+and by that for Hopper, which has its bits."""
 
 import pytest
 import rlk_kernels as rk
 import torch
 from kernel_suite import LIMIT, rand
 from rlk_kernels.integrations import profile
-from rlk_kernels.ops.latent_attention import on_triton
+from rlk_kernels.launching import cdiv
+from rlk_kernels.ops.latent_attention import on_hopper, on_triton
 from rlk_kernels.ops.latent_attention.operator import latent_attention_ref
 
 L, R, SCALE = 512, 64, 0.07
 HOW = {"latent": L, "scale": SCALE}
 HEADS = (128, 20, 4)
+BORDERS = (1, 63, 64, 65, 511, 512, 513, 1023, 1024, 1025)
+"""Keys around the ends of blocks and chunks."""
+STEPS = (
+    *([n] for n in BORDERS), [4096], [40000], [5, 3000, 512, 1025], [0, 7, 9000, 20], [0], [0, 0],
+    list(BORDERS), [4096] * 32, [30 * i for i in range(64)], [700] * 150,
+)  # fmt: skip
+"""The keys of each sequence of a step of decode."""
+CUTS = (
+    ([3], [512]),
+    ([3], [513]),
+    ([64], [64]),
+    ([5, 1, 2], [3000, 900, 5000]),
+    ([1, 0, 200, 40], [4, 9, 700, 40]),
+    ([4, 2], [2, 600]),
+    ([1500, 40], [1500, 1100]),
+)
+"""The queries, and the keys, of each sequence; also fewer keys than queries."""
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "hopper"])
+def special(request, monkeypatch):
+    """Whether the kernel for Hopper runs."""
+    monkeypatch.setattr(on_triton, "SPECIAL", request.param)
 
 
 def rows(queries, keys, heads, dtype=torch.bfloat16):
@@ -23,25 +48,27 @@ def bounds(*lengths):
     return torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
 
 
-def paged(latents, lengths, page):
-    """(cache, table): blocks in a shuffled order, NaN where no key is."""
-    counts = [-(-n // page) for n in lengths]
-    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(3)).tolist()
+def paged(latents, lengths, page, width=0):
+    """(cache, table): blocks in a shuffled order, NaN where no key is; at least `width` blocks in a
+    row of the table."""
+    counts = [cdiv(n, page) for n in lengths]
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(3))
+    table = torch.full((len(counts), max(*counts, width, 1)), sum(counts))
+    slots, begin = [], 0
+    for b, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        table[b, :count] = order[begin : begin + count]
+        begin += count
+        key = torch.arange(length)
+        slots.append(table[b, key // page] * page + key % page)
     cache = latents.new_full((sum(counts) + 1, page, L + R), float("nan"))
-    table = torch.full((len(counts), max(counts)), sum(counts), dtype=torch.int32)
-    begin = 0
-    for b, count in enumerate(counts):
-        for i in range(count):
-            block = table[b, i] = order.pop()
-            some = latents[begin + i * page : begin + min((i + 1) * page, lengths[b])]
-            cache[block, : len(some)] = some
-        begin += lengths[b]
+    cache.view(-1, L + R)[torch.cat(slots).to(latents.device)] = latents
+    table = table.int()
     return cache, table.cuda()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("heads", HEADS)
-def test_outputs_and_gradients_are_those_of_float64(heads, dtype):
+def test_outputs_and_gradients_are_those_of_float64(heads, dtype, special):
     lengths = (700, 33) if heads < 128 else (300, 33)
     cu = bounds(*lengths)
     leaves = [x.requires_grad_() for x in rows(sum(lengths), sum(lengths), heads, dtype)]
@@ -62,7 +89,7 @@ def test_outputs_and_gradients_are_those_of_float64(heads, dtype):
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("page", [16, 64])
-def test_decode_and_cut_prefills_have_the_bits_of_the_whole(heads, page):
+def test_decode_and_cut_prefills_have_the_bits_of_the_whole(heads, page, special):
     lengths = (1500, 40, 513)
     cu = bounds(*lengths)
     q, latents = rows(sum(lengths), sum(lengths), heads)
@@ -94,7 +121,7 @@ def test_programs_that_divide_the_chunks_change_no_bit(monkeypatch, scratch):
         assert all(map(torch.equal, on_triton.forward(*arguments, ways=ways), whole)), ways
 
 
-def test_a_graph_of_decode_steps_replays_with_other_lengths():
+def test_a_graph_of_decode_steps_replays_with_other_lengths(special):
     lengths = (1500, 700)
     q, latents = rows(2, sum(lengths), 128)
     cache, table = paged(latents, lengths, 64)
@@ -116,3 +143,109 @@ def test_a_graph_of_decode_steps_replays_with_other_lengths():
         lens.copy_(torch.tensor(at))
         graph.replay()
         assert torch.equal(out, step()), at
+
+
+def same_by_both(q, latents, cu_q, lens, table):
+    """Compare the kernel for Hopper, several times, with the one in plain Triton; returns the
+    outputs of the queries of all sequences."""
+    arguments = q, latents, cu_q, lens, table, L, SCALE
+    assert on_hopper.can_run(q, latents, cu_q.numel() - 1, table, L)
+    plain, count = on_triton.forward(*arguments, special=False), int(cu_q[-1])
+    wanted = plain[0][:count], plain[1][:, :count]
+    for _ in range(3):
+        out, lse = on_triton.forward(*arguments, special=True)
+        assert torch.equal(out[:count], wanted[0])
+        assert torch.equal(lse[:, :count], wanted[1])
+    assert bool(wanted[0].isfinite().all())
+    return wanted[0]
+
+
+@pytest.mark.parametrize("page", [8, 16, 64, 128])
+@pytest.mark.parametrize("heads", [1, 4, 16, 20, 64, 96, 128])
+def test_decode_on_hopper_has_the_bits_of_plain_triton(heads, page):
+    for lengths in STEPS:
+        q, latents = rows(len(lengths), sum(lengths), heads)
+        cu_q, lens = bounds(*[1] * len(lengths)), torch.tensor(lengths, device="cuda").int()
+        cache, table = paged(latents, lengths, page)
+        outputs = same_by_both(q, cache, cu_q, lens, table)
+        cache, table = paged(latents, lengths, page, width=3000)
+        assert torch.equal(same_by_both(q, cache, cu_q, lens, table), outputs), lengths
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [1, 4, 16, 20, 64, 96, 128])
+def test_several_queries_on_hopper_have_the_bits_of_plain_triton(heads, dtype):
+    for queries, lengths in CUTS:
+        q, latents = rows(sum(queries), sum(lengths), heads, dtype)
+        cu_q, lens = bounds(*queries), torch.tensor(lengths, device="cuda").int()
+        outputs = same_by_both(q, latents, cu_q, bounds(*lengths), None)
+        for width in (0, 1000):
+            cache, table = paged(latents, lengths, 16, width)
+            assert torch.equal(same_by_both(q, cache, cu_q, lens, table), outputs), queries
+
+
+def test_each_key_counts_on_hopper():
+    """A change of any key of a sequence, at the ends of blocks and chunks too, changes every head;
+    a change of any other slot changes none."""
+    length, page = 1100, 64
+    q, latents = rows(1, length, 128)
+    q = q.abs()  # so that a larger latent has a larger score
+    cache, table = paged(latents, [length], page)
+    lens = torch.tensor([length], device="cuda").int()
+
+    def out():
+        return on_triton.forward(q, cache, bounds(1), lens, table, L, SCALE, special=True)[0]
+
+    whole = out()
+    for key in (0, 31, 63, 64, 511, 512, 1023, 1024, 1087, 1088, length - 1):
+        row = cache[table[0, key // page], key % page]
+        for features in (slice(0, 256), slice(256, 512)):
+            kept = row[features].clone()
+            row[features] += 1
+            changed = out()
+            row[features] = kept
+            assert bool((changed[0] != whole[0])[:, features].any(1).all()), (key, features)
+    cache[table[0, -1], length % page :] = 7
+    assert torch.equal(out(), whole)
+
+
+@pytest.mark.parametrize("scratch", [1 << 28, 1 << 22, 1 << 12])
+def test_the_room_for_chunks_changes_no_bit_on_hopper(monkeypatch, scratch):
+    monkeypatch.setattr(on_hopper, "SCRATCH_BYTES", scratch)
+    monkeypatch.setattr(on_hopper, "shape_cache", on_hopper.shape_cache.__wrapped__)
+    for heads in (4, 128):
+        for lengths in ([40000], [9000, 70, 5000], [2000] * 20):
+            q, latents = rows(len(lengths), sum(lengths), heads)
+            cache, table = paged(latents, lengths, 64)
+            lens = torch.tensor(lengths, device="cuda").int()
+            same_by_both(q, cache, bounds(*[1] * len(lengths)), lens, table)
+
+
+@pytest.mark.parametrize("heads", [1, 4, 16])
+def test_a_prompt_that_neighbours_share_changes_no_bit_on_hopper(heads):
+    for prompt, extra in ((512, 0), (4096, 500), (3072, 3000)):
+        lengths = [prompt + extra * i // 16 for i in range(16)]
+        q, latents = rows(16, sum(lengths), heads)
+        cache, table = paged(latents, lengths, 64)
+        for b in range(16):
+            table[b, : prompt // 64] = table[b // 8 * 8, : prompt // 64]
+        lens = torch.tensor(lengths, device="cuda").int()
+        same_by_both(q, cache, bounds(*[1] * 16), lens, table)
+
+
+def test_calls_on_several_streams_do_not_meet_on_hopper():
+    streams, made = [torch.cuda.Stream() for _ in range(3)], []
+    for lengths in ([30000], [5000, 9000], [4096] * 8):
+        q, latents = rows(len(lengths), sum(lengths), 128)
+        cache, table = paged(latents, lengths, 64)
+        lens = torch.tensor(lengths, device="cuda").int()
+        arguments = q, cache, bounds(*[1] * len(lengths)), lens, table, L, SCALE
+        made.append((arguments, on_triton.forward(*arguments, special=False)[0]))
+    torch.cuda.synchronize()
+    outputs = []
+    for _ in range(30):
+        for stream, (arguments, wanted) in zip(streams, made, strict=True):
+            with torch.cuda.stream(stream):
+                outputs.append((on_triton.forward(*arguments, special=True)[0], wanted))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, wanted) for out, wanted in outputs)

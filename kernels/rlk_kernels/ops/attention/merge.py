@@ -154,7 +154,8 @@ def merge_parts(
 
 def _constants(plan: AttentionPlan, call: AttentionCall, chunk: int) -> tuple[int, tuple, dict]:
     """What calls of one shape share: (programs, constants, options)."""
-    (tokens, heads, dim), here, batch = call.q.shape, facts(call.q.device), call.batch
+    (tokens, heads, _), here, batch = call.q.shape, facts(call.q.device), call.batch
+    dim = call.v.shape[-1]
     padded = max(16, power_of_2(dim))
     constants = (
         batch, tokens, call.window or 0, plan.slots, plan.target, call.kv_heads, call.group, dim,

@@ -36,8 +36,8 @@ def warm_up_paged_latent_attention(
             integers = block_table.new_empty(batch + 1, dtype=torch.int32)
             table = block_table.new_empty(batch, block_table.shape[1], dtype=torch.int32)
             rows = q.new_empty(batch, heads, cache.shape[2])
-            # Chunks of one program, and of several, which are merged.
-            for ways in (1, 2):
+            # What the shape decides; chunks of one program, and of several, which are merged.
+            for ways in (None, 1, 2):
                 lens = integers[:batch]
                 _on_triton().forward(rows, cache, integers, lens, table, latent, 1.0, ways)
         given = q.new_empty(most if ahead else 0, *q.shape[1:])

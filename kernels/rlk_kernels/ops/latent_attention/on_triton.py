@@ -1,12 +1,15 @@
-"""Latent attention on the triton backend: launches of its kernels.
+"""Latent attention on the triton backend: launches of its kernels in plain Triton. `on_hopper.py`
+launches the one for Hopper.
 
 T = queries  S = keys  H = heads  L = features of a latent  R = rotated features  B = sequences
 """
 
+import math
+
 import torch
 from torch import Tensor
 
-from rlk_kernels.device import facts, interpreting
+from rlk_kernels.device import facts, interpreting, lazy_module
 from rlk_kernels.launching import cdiv, launch, power_of_2, shape_cache
 from rlk_kernels.memory import empty
 from rlk_kernels.ops.attention.order import LOG2E
@@ -22,8 +25,12 @@ SCRATCH_BYTES = 1 << 28
 """The most memory for chunks that are not merged yet."""
 HEADS = 16
 """The most heads of a program of the latents' gradient: part of the order of its sums."""
+SPECIAL = False
+"""Whether the kernel for Hopper runs where it can. It has not run on a GPU yet."""
 OPTIONS = {"num_warps": 8, "num_stages": 2}
 WIDE_OPTIONS = {"num_warps": 8, "num_stages": 1}
+
+_on_hopper = lazy_module("rlk_kernels.ops.latent_attention.on_hopper")
 
 
 def _rows(dtype: torch.dtype) -> int:
@@ -47,15 +54,21 @@ def _aligned(x: Tensor) -> bool:
 
 def forward(
     q: Tensor, latents: Tensor, cu_q: Tensor, lens_k: Tensor, table: Tensor | None, latent: int,
-    scale: float, ways: int | None = None,
+    scale: float, ways: int | None = None, special: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out[T, H, L], lse[H, T]). latents[S, L + R] with lens_k[B + 1], the begins of sequences; or
     with a table a cache[blocks, P, L + R], and lens_k[B], the numbers of keys. ways: the programs
-    that divide the chunks of a block of rows; no bit depends on it. None: the shape decides."""
+    that divide the chunks of a block of rows, in plain Triton; None: the shape decides. special:
+    the kernel for Hopper runs where it can; None: SPECIAL. No bit depends on either."""
+    special = SPECIAL if special is None else special
     (tokens, heads, _), device, batch = q.shape, q.device, cu_q.numel() - 1
     out = empty((tokens, heads, latent), q.dtype, device)
     lse = empty((heads, tokens), torch.float32, device)
     if tokens == 0 or batch == 0:
+        return out, lse
+    special = special and ways is None and facts(device).gluon
+    if special and _on_hopper().can_run(q, latents, batch, table, latent):
+        _on_hopper().attend(q, latents, cu_q, lens_k, table, scale, out, lse)
         return out, lse
     paged = table is not None
     page = latents.shape[1] if paged else 1
@@ -67,6 +80,10 @@ def forward(
     split = most > 1 and ways > 1
     slots = min(tokens * heads * most, SCRATCH_BYTES // (4 * widths[1])) if split else 0
     programs = blocks if split else min(blocks, processors)
+    # In a step of decode every sequence has as many blocks, of which the last one is empty: no
+    # program may get these alone.
+    while programs < blocks and math.gcd(programs, heads // rows + 1) > 1:
+        programs -= 1
     running = empty((programs * rows if most > 1 else 1, widths[1]), torch.float32, device)
     acc, base = empty((slots, widths[1]), torch.float32, device), cu_q
     max_sum = empty((slots, 2), torch.float32, device)

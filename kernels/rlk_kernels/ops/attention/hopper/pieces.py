@@ -1,7 +1,4 @@
-"""Programs with the steps of `hopper/steps.py` over pieces of work (`schedule.py`).
-
-Pieces come from a list if keys are split, or from the lengths alone for one sequence; they are
-whole blocks of rows if no table has room for two chunks of keys.
+"""Programs with the steps of `hopper/steps.py` over pieces of work (`hopper/work.py`).
 
 The warp that copies continues with the next piece while the other warps finish this one. Blocks of
 64 rows store the sum of their merged chunks in global memory of their program, which leaves room
@@ -35,6 +32,16 @@ from rlk_kernels.ops.attention.hopper.steps import (
     wide_layout,
 )
 from rlk_kernels.ops.attention.hopper.transposed import attend_chunk, rows_layout
+from rlk_kernels.ops.attention.hopper.work import (
+    LISTED,
+    LONE,
+    WHOLE,
+    all_work,
+    blocks_of,
+    next_piece,
+    store_state,
+    this_program,
+)
 from rlk_kernels.ops.attention.order import (
     LOG2E,
     block_of_halves,
@@ -43,74 +50,12 @@ from rlk_kernels.ops.attention.order import (
     merge,
     one_sum,
     sum_levels,
-    visible_keys,
 )
-from rlk_kernels.ops.attention.schedule import (
-    lone_piece,
-    lone_sequence,
-    piece,
-    slot_row,
-    whole_piece,
-)
+from rlk_kernels.ops.attention.schedule import slot_row
 
-LISTED, LONE, WHOLE = (gl.constexpr(i) for i in range(3))
-"""The source of pieces: a list, the lengths of the only sequence, or the rows alone, which have at
-most one chunk of keys."""
 DEPTH = {(64, 64): (3, 3), (64, 128): (3, 3), (64, 256): (3, 2)}
 """(rows of a block, head size) -> (blocks of keys, blocks of values) in shared memory, with one
 program a processor, if not two of each (time only)."""
-
-
-@gluon.jit
-def _all_work(
-    work, window, HOW: gl.constexpr, HK: gl.constexpr, G: gl.constexpr, BM: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PAGED: gl.constexpr,
-):  # fmt: skip
-    """(pieces of all KV heads, the `lone_sequence` for `lone_piece`)."""
-    plan_ptr, _, cu_q_ptr, lens_ptr, B, T, capacity, target = work
-    lone = (0, 0, 0, 0, 0, 0, 0, 0)
-    if HOW == LONE:
-        lone = lone_sequence(
-            cu_q_ptr, lens_ptr, window, capacity, target, HK, G, BM, CHUNK_KEYS, CAUSAL, WINDOWED,
-            PAGED,
-        )  # fmt: skip
-        total = gl.cdiv(lone[1] * G, BM) * lone[6]
-    elif HOW == WHOLE:
-        total = T * G // BM + B
-    else:
-        total = gl.load(plan_ptr + 2 * B)
-    return total * HK, lone
-
-
-@gluon.jit
-def _piece(
-    work, lone, item, HOW: gl.constexpr, G: gl.constexpr, BM: gl.constexpr, PAGED: gl.constexpr
-):
-    _, pieces_ptr, cu_q_ptr, lens_ptr, B, _, _, _ = work
-    if HOW == LONE:
-        entry = lone_piece(lone, item, G, BM)
-    elif HOW == WHOLE:
-        entry = whole_piece(cu_q_ptr, lens_ptr, item, B, G, BM, CHUNK_KEYS, PAGED)
-    else:
-        entry = piece(pieces_ptr, item)
-    return entry
-
-
-@gluon.jit
-def _blocks(
-    one, window, G: gl.constexpr, BM: gl.constexpr, BLOCK: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOWED: gl.constexpr,
-):  # fmt: skip
-    """(begin and end of the blocks of a piece's keys, end of the blocks that all rows see)."""
-    PER_CHUNK: gl.constexpr = CHUNK_KEYS // BLOCK
-    _, _, len_q, _, len_k, row, first, limit, only, _, _, _ = one
-    visible_begin, shared_end, visible_end = visible_keys(
-        row, len_q, len_k, window, G, BM, BLOCK, CAUSAL, WINDOWED
-    )
-    begin = gl.maximum(visible_begin // BLOCK, first * PER_CHUNK)
-    end = gl.minimum(gl.cdiv(visible_end, BLOCK), limit * PER_CHUNK)
-    # rows without keys are written too, after one block of which they see nothing
-    return begin, gl.maximum(end, begin + only), gl.minimum(shared_end, visible_end) // BLOCK
 
 
 @gluon.jit
@@ -154,22 +99,6 @@ def _attend_chunk(
         gl.convert_layout(m, gl.SliceLayout(1, OUT)),
         gl.convert_layout(one_sum(den), gl.SliceLayout(1, OUT)), acc,
     )  # fmt: skip
-
-
-@gluon.jit
-def _store_state(part_acc_ptr, part_ml_ptr, slot, live, cols, m, den, acc, DIM: gl.constexpr):
-    gl.store(part_ml_ptr + slot * 2, m, mask=live)
-    gl.store(part_ml_ptr + slot * 2 + 1, den, mask=live)
-    gl.store((part_acc_ptr + slot * DIM)[:, None] + cols[None, :], acc, mask=live[:, None])
-
-
-@gluon.jit
-def _program():
-    """`gl.program_id(0)`, which the compiler does not move: addresses that it computes before the
-    blocks of keys have no registers."""
-    return gl.inline_asm_elementwise(
-        "mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -232,7 +161,7 @@ def _attend_piece(
         turn += limit - first
         if merges != 0:
             # each thread reads what it wrote itself
-            mine = running_ptr + (_program() * GROUPS + GROUP).to(gl.int64) * (ROWS * DIM)
+            mine = running_ptr + (this_program() * GROUPS + GROUP).to(gl.int64) * (ROWS * DIM)
             mine += gl.arange(0, R, gl.SliceLayout(1, OUT)) * DIM
             before = gl.zeros_like(acc)
             if first > begin:
@@ -250,7 +179,7 @@ def _attend_piece(
                     merged.index(GROUP).store(acc_all)
         else:
             slot = slot_row(base, chunk, folded, len_q * G, row, HK, hk)
-            _store_state(part_acc_ptr, part_ml_ptr, slot, live, cols, m, den, acc, DIM)
+            store_state(part_acc_ptr, part_ml_ptr, slot, live, cols, m, den, acc, DIM)
             acc_all = acc
     if only != 0:
         finish(
@@ -259,7 +188,7 @@ def _attend_piece(
         )  # fmt: skip
     elif (merges != 0) & (begin < end):
         slot = slot_row(base, folded, folded, len_q * G, row, HK, hk)
-        _store_state(part_acc_ptr, part_ml_ptr, slot, live, cols, m_all, den_all, acc_all, DIM)
+        store_state(part_acc_ptr, part_ml_ptr, slot, live, cols, m_all, den_all, acc_all, DIM)
 
 
 @gluon.jit
@@ -279,12 +208,16 @@ def _attend_pieces(
     q = q_smem.index(GROUP)
     BLOCK: gl.constexpr = k_ring.type.shape[1]
     turn = 0
-    total, lone = _all_work(work, window, HOW, HK, G, GROUPS * ROWS, CAUSAL, WINDOWED, PAGE > 0)
+    total, lone = all_work(
+        work, window, HOW, HK, G, GROUPS * ROWS, CHUNK_KEYS, CAUSAL, WINDOWED, PAGE > 0
+    )
     for i in range(gl.program_id(0), total, gl.num_programs(0)):
         hk = (total - 1 - i) % HK
         item = (total - 1 - i) // HK
-        one = _piece(work, lone, item, HOW, G, GROUPS * ROWS, PAGE > 0)
-        begin, end, plain_end = _blocks(one, window, G, GROUPS * ROWS, BLOCK, CAUSAL, WINDOWED)
+        one = next_piece(work, lone, item, HOW, G, GROUPS * ROWS, CHUNK_KEYS, PAGE > 0)
+        begin, end, plain_end = blocks_of(
+            one, window, G, GROUPS * ROWS, BLOCK, CHUNK_KEYS, CAUSAL, WINDOWED
+        )
         _, _, len_q, _, _, first_row, _, _, only, _, _, _ = one
         if WARPS == 8:
             _attend_piece(
@@ -329,14 +262,16 @@ def _copy_pieces(
     ) = args  # fmt: skip
     turn = 0
     BM: gl.constexpr = GROUPS * ROWS
-    total, lone = _all_work(work, window, HOW, HK, G, BM, CAUSAL, WINDOWED, PAGE > 0)
+    total, lone = all_work(work, window, HOW, HK, G, BM, CHUNK_KEYS, CAUSAL, WINDOWED, PAGE > 0)
     item = gl.maximum(total - 1 - gl.program_id(0), 0) // HK
-    one = _piece(work, lone, item, HOW, G, BM, PAGE > 0)
+    one = next_piece(work, lone, item, HOW, G, BM, CHUNK_KEYS, PAGE > 0)
     for i in range(gl.program_id(0), total, gl.num_programs(0)):
         hk = (total - 1 - i) % HK
         item = gl.maximum(total - 1 - i - gl.num_programs(0), 0) // HK
-        following = _piece(work, lone, item, HOW, G, BM, PAGE > 0)
-        begin, end, _ = _blocks(one, window, G, BM, k_ring.type.shape[1], CAUSAL, WINDOWED)
+        following = next_piece(work, lone, item, HOW, G, BM, CHUNK_KEYS, PAGE > 0)
+        begin, end, _ = blocks_of(
+            one, window, G, BM, k_ring.type.shape[1], CHUNK_KEYS, CAUSAL, WINDOWED
+        )
         b, _, _, k_start, len_k, _, _, _, _, _, _, _ = one
         keys = (
             k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty,

@@ -271,7 +271,7 @@ def as_matrix(shape: torch.Size, stride: tuple[int, ...], paged: bool) -> tuple[
     return (rows, width) if fits else None
 
 
-def _keys_per_copy(page: int, block: int) -> int:
+def keys_per_copy(page: int, block: int) -> int:
     """Keys of one copy from a paged cache; 0 if pages cannot form whole blocks of keys."""
     if page % block == 0:
         return block
@@ -281,7 +281,7 @@ def _keys_per_copy(page: int, block: int) -> int:
 def can_read(k: Tensor, v: Tensor, table: Tensor | None) -> bool:
     """Whether these kernels can read k and v."""
     paged, block = table is not None, block_of_halves(k.shape[-1])
-    if table is not None and not (_keys_per_copy(k.shape[1], block) and table.numel()):
+    if table is not None and not (keys_per_copy(k.shape[1], block) and table.numel()):
         return False
     return all(
         as_matrix(x.shape, x.stride(), paged) is not None and x.data_ptr() % 16 == 0 for x in (k, v)
@@ -291,7 +291,7 @@ def can_read(k: Tensor, v: Tensor, table: Tensor | None) -> bool:
 def descriptors(k: Tensor, v: Tensor, table: Tensor | None) -> list:
     """Tensor maps of what `can_read` accepts."""
     paged, block = table is not None, block_of_halves(k.shape[-1])
-    box = (_keys_per_copy(k.shape[1], block) if paged else block, k.shape[-1])
+    box = (keys_per_copy(k.shape[1], block) if paged else block, k.shape[-1])
     return [
         tensor_map_at(x.data_ptr(), x.dtype, size, (x.stride(-3), 1), box)
         for x in (k, v)
