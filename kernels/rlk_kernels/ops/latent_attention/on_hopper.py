@@ -59,8 +59,8 @@ def _plan(call: AttentionCall) -> AttentionPlan:
     most = min((blocks + batch // 2) * max(chunks, 1), processors + blocks + batch)
     programs = min(most, processors)
     return AttentionPlan(
-        special=True, rows=rows, split=True, listed=batch > 1, alone=False, programs=programs,
-        whole=False, slots=slots, most=most, target=processors,
+        special=True, rows=rows, split=True, listed=batch > 1, alone=False, merged=slots > 0,
+        programs=programs, whole=False, slots=slots, most=most, target=processors,
         scratch=((slots, LATENT.value), (slots, 2), (programs * rows, LATENT.value)),
     )  # fmt: skip
 
@@ -92,7 +92,7 @@ def attend(
         scratch.entries, scratch.pieces, _ = lists
         schedule(cache, own, lists, call)
     _attend(cache, plan, call, scratch)
-    if plan.slots:
+    if plan.merged:
         merge_parts(cache, plan, call, scratch, CHUNK)
 
 

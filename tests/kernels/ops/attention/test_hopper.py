@@ -54,6 +54,6 @@ def test_what_is_no_matrix_of_rows_is_left_to_the_other_kernel():
 
 def test_pages_fill_blocks_or_are_left_to_the_other_kernel():
     taken = {8: 8, 16: 16, 64: 64, 128: 128, 256: 128, 1: 0, 4: 0, 24: 0, 192: 0}
-    assert {page: hopper._keys_per_copy(page, 128) for page in taken} == taken
+    assert {page: hopper.keys_per_copy(page, 128) for page in taken} == taken
     taken |= {128: 64, 192: 64, 256: 64}
-    assert {page: hopper._keys_per_copy(page, 64) for page in taken} == taken
+    assert {page: hopper.keys_per_copy(page, 64) for page in taken} == taken
