@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from command import Cli, capture_of, command_line, require_engine, said_by, spec_here
+from command import Cli, command_line, require_engine, said_by, spec_here
+from recorded_job import assert_served
 from served import Server, plugin_folder, wait_for
 
 from rlk_align.data import data_path
@@ -139,35 +139,7 @@ def train(job: Job) -> Path:
 
 def test_a_served_job_gets_the_verdict_of_compare(job: Job, train: Path, module_cli: Cli) -> None:
     step = "step-00000000"
-    recorded = module_cli(
-        "compare", job.rollout / step, train / step, "--run-dir", job.folder / "compared"
-    )
-    assert recorded.verdict is not None, recorded.err
-    assert recorded.code == 0, recorded.out
-    assert recorded.verdict["coverage"]["fraction"] == 1
-    assert recorded.verdict["controls"]["observer"] == "bitwise"
-    captured = module_cli(
-        *("capture", "--engine", spec_here("vllm:tp=2"), "--tokens", job.folder / "compared"),
-        *("-o", job.folder / "captured"),
-    )
-    assert captured.code == 0, captured.err
-    ours = capture_of(job.folder / "compared", "rollout")
-    theirs = capture_of(job.folder / "captured", "capture")
-    assert {n: w.digest for n, w in ours.weights.items()} == {
-        n: w.digest for n, w in theirs.weights.items()
-    }
-    assert ours.record.shards == theirs.record.shards
-    assert ours.record.shards
-    one, other = ours.read_pass("prefill"), theirs.read_pass("prefill")
-    assert one.record.sites.keys() == other.record.sites.keys()
-    for site in one.record.sites:
-        a, b = one.rows(site), other.rows(site)
-        assert a is not None
-        assert b is not None
-        x, y = np.lexsort((a.position, a.sample)), np.lexsort((b.position, b.sample))
-        assert np.array_equal(a.sample[x], b.sample[y]), site
-        assert np.array_equal(a.position[x], b.position[y]), site
-        assert np.array_equal(a.digest[x], b.digest[y]), site
+    assert_served(module_cli, job.rollout / step, train / step, spec_here("vllm:tp=2"), job.folder)
 
 
 def test_clients_get_what_they_asked_for(job: Job) -> None:

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from changed_weights import save, tensors, trained
-from command import Cli, capture_of, command_line, require_engine, said_by, spec_here
-from recorded_job import Job
+from command import Cli, command_line, require_engine, said_by, spec_here
+from recorded_job import Job, assert_served
 from served import SGLangServer, plugin_folder, wait_for
 
 from rlk_align.record.merge.history import read_digests
@@ -126,35 +125,13 @@ def test_a_served_job_gets_the_verdict_of_compare(
     job: Served, train: Path, module_cli: Cli
 ) -> None:
     step = "step-00000000"
-    recorded = module_cli(
-        "compare", job.folder / "rollout" / step, train / step, "--run-dir", job.folder / "compared"
+    assert_served(
+        module_cli,
+        job.folder / "rollout" / step,
+        train / step,
+        spec_here("sglang:tp=2"),
+        job.folder,
     )
-    assert recorded.verdict is not None, recorded.err
-    assert recorded.code == 0, recorded.out
-    assert recorded.verdict["coverage"]["fraction"] == 1
-    assert recorded.verdict["controls"]["observer"] == "bitwise"
-    captured = module_cli(
-        *("capture", "--engine", spec_here("sglang:tp=2"), "--tokens", job.folder / "compared"),
-        *("-o", job.folder / "captured"),
-    )
-    assert captured.code == 0, captured.err
-    ours = capture_of(job.folder / "compared", "rollout")
-    theirs = capture_of(job.folder / "captured", "capture")
-    assert {n: w.digest for n, w in ours.weights.items()} == {
-        n: w.digest for n, w in theirs.weights.items()
-    }
-    assert ours.record.shards == theirs.record.shards
-    assert ours.record.shards
-    one, other = ours.read_pass("prefill"), theirs.read_pass("prefill")
-    assert one.record.sites.keys() == other.record.sites.keys()
-    for site in one.record.sites:
-        a, b = one.rows(site), other.rows(site)
-        assert a is not None
-        assert b is not None
-        x, y = np.lexsort((a.position, a.sample)), np.lexsort((b.position, b.sample))
-        assert np.array_equal(a.sample[x], b.sample[y]), site
-        assert np.array_equal(a.position[x], b.position[y]), site
-        assert np.array_equal(a.digest[x], b.digest[y]), site
 
 
 def test_some_responses_end_sooner_than_others(job: Served) -> None:

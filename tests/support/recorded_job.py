@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from served import plugin_folder
 from rlk_align.data import data_path
 from rlk_align.model.prompts import load_prompts
 from rlk_align.model.tokenise import tokenise
+from rlk_align.trace.reader import Trace
 
 LOOPS = Path(__file__).parents[1] / "record"
 ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
@@ -97,20 +99,44 @@ def figures(verdict: dict[str, Any]) -> dict[str, Any]:
 
 def assert_same_rows(ours: Path, theirs: Path) -> None:
     """Both runs have the same tokens, weights and bits of every row, on both sides."""
-    for role in ("rollout", "train"):
-        mine, captured = capture_of(ours, role), capture_of(theirs, role)
-        assert [s.ids for s in mine.tokens.samples] == [s.ids for s in captured.tokens.samples]
-        assert {n: w.digest for n, w in mine.weights.items()} == {
-            n: w.digest for n, w in captured.weights.items()
-        }
-        for name in ("prefill", "decode") if role == "rollout" else ("prefill",):
-            one, other = mine.read_pass(name), captured.read_pass(name)
-            assert one.record.sites.keys() == other.record.sites.keys()
-            for site in one.record.sites:
-                a, b = one.rows(site), other.rows(site)
-                assert a is not None
-                assert b is not None
-                x, y = np.lexsort((a.position, a.sample)), np.lexsort((b.position, b.sample))
-                assert np.array_equal(a.sample[x], b.sample[y]), (role, name, site)
-                assert np.array_equal(a.position[x], b.position[y]), (role, name, site)
-                assert np.array_equal(a.digest[x], b.digest[y]), (role, name, site)
+    for role, passes in (("rollout", ("prefill", "decode")), ("train", ("prefill",))):
+        assert_same_capture(capture_of(ours, role), capture_of(theirs, role), passes)
+
+
+def assert_same_capture(ours: Trace, theirs: Trace, passes: Iterable[str]) -> None:
+    """Both have the same tokens, weights and bits of every row of these passes."""
+    assert [s.ids for s in ours.tokens.samples] == [s.ids for s in theirs.tokens.samples]
+    assert {n: w.digest for n, w in ours.weights.items()} == {
+        n: w.digest for n, w in theirs.weights.items()
+    }
+    for name in passes:
+        one, other = ours.read_pass(name), theirs.read_pass(name)
+        assert one.record.sites.keys() == other.record.sites.keys()
+        for site in one.record.sites:
+            a, b = one.rows(site), other.rows(site)
+            assert a is not None
+            assert b is not None
+            x, y = np.lexsort((a.position, a.sample)), np.lexsort((b.position, b.sample))
+            assert np.array_equal(a.sample[x], b.sample[y]), (name, site)
+            assert np.array_equal(a.position[x], b.position[y]), (name, site)
+            assert np.array_equal(a.digest[x], b.digest[y]), (name, site)
+
+
+def assert_served(cli: Cli, rollout: Path, train: Path, engine: str, folder: Path) -> None:
+    """The recorded steps pass, and the rollout's has the weights, and the bits of every row of the
+    prefill, of a capture of the same tokens by an engine with ranks. Writes into `folder`."""
+    recorded = cli("compare", rollout, train, "--run-dir", folder / "compared")
+    assert recorded.verdict is not None, recorded.err
+    assert recorded.code == 0, recorded.out
+    assert recorded.verdict["coverage"]["fraction"] == 1
+    assert recorded.verdict["controls"]["observer"] == "bitwise"
+    captured = cli(
+        *("capture", "--engine", engine, "--tokens", folder / "compared"),
+        *("-o", folder / "captured"),
+    )
+    assert captured.code == 0, captured.err
+    ours = capture_of(folder / "compared", "rollout")
+    theirs = capture_of(folder / "captured", "capture")
+    assert_same_capture(ours, theirs, ["prefill"])
+    assert ours.record.shards == theirs.record.shards
+    assert ours.record.shards
