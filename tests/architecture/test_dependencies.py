@@ -43,6 +43,7 @@ RULES = {
     "data": (),
     "files": (),
     "text": (),
+    "torch_file": ("text", "errors"),
     "progress": ("text",),
     "version": (),
     "moments": (),
@@ -52,7 +53,7 @@ RULES = {
     "results": (),
     "comparison_table": ("files", "text", "errors"),
     "logs.dumps": ("logs.dumps", "trace", "results", "files", "progress", "text", "errors"),
-    "logs.readers": ("logs.readers", "logs.dumps", "progress", "text", "errors"),
+    "logs.readers": ("logs.readers", "logs.dumps", "progress", "text", "torch_file", "errors"),
     "logs.writers": ("logs.writers", "logs.readers.missing", "logs.dumps", "files", "errors"),
     "logs.diagnose": (
         *(
@@ -146,13 +147,13 @@ RULES = {
         *("engines.megatron.experts", "engines.megatron.places", "trace", "model", "progress"),
         *("text", "errors"),
     ),
-    "record": ("record", "engines", "trace", "model", "results", "text", "errors"),
+    "record": ("record", "engines", "trace", "model", "results", "text", "torch_file", "errors"),
     "record.train": ("record.train", "record.shared", "engines", "trace", "model", "errors"),
     "record.rollout": ("record.rollout", "record.shared", "engines", "trace", "model", "errors"),
     "record.shared": ("record.shared", "engines", "trace", "model", "results", "errors"),
     "record.imports": (
         *("record.imports", "record.shared", "engines.common", "engines.manifest"),
-        *("engines.row_checks", "trace", "model", "results", "text", "errors"),
+        *("engines.row_checks", "trace", "model", "results", "text", "torch_file", "errors"),
     ),
     "record.merge": ("record.merge", "record.shared", "trace", "model", "results", "errors"),
     "pipeline": (

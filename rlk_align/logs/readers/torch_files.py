@@ -1,6 +1,5 @@
 """Files of torch.save, which slime and miles write, loaded without running their code."""
 
-import warnings
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rlk_align.errors import INSTALL_ENGINES, DumpError, MissingDependency
+from rlk_align.errors import DumpError
 from rlk_align.logs.dumps.batches import Row
 from rlk_align.logs.dumps.manifest import Findings
 from rlk_align.logs.readers.files import CONVERTER, opened
@@ -24,7 +23,7 @@ from rlk_align.logs.readers.values import (
     response,
     whole_number,
 )
-from rlk_align.text import one_line
+from rlk_align.torch_file import load_plain
 
 ENDING = ".pt"
 
@@ -33,26 +32,7 @@ def load(path: Path, findings: Findings | None = None) -> dict[str, Any]:
     """Returns the dictionary in a file. Raises MissingDependency without torch, and DumpError if
     the file is no dictionary, or has objects that only a pickle's code can make."""
     opened(path, findings if findings is not None else Findings())
-    if not zipfile.is_zipfile(path):
-        raise DumpError(f"{path} is not what torch.save writes, or was cut off", "write it again")
-    try:
-        import torch
-    except ModuleNotFoundError as error:
-        raise MissingDependency(
-            f"{path} needs torch, which is not installed", INSTALL_ENGINES
-        ) from error
-    from pickle import UnpicklingError
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except UnpicklingError as error:
-        raise DumpError(
-            f"{path} has objects other than tensors and plain values", CONVERTER
-        ) from error
-    except (RuntimeError, OSError, EOFError, ValueError) as error:
-        raise DumpError(f"{path} cannot be read: {one_line(error)}", "write it again") from error
+    value = load_plain(path, "write it again", CONVERTER)
     if not isinstance(value, dict):
         raise DumpError(f"{path} is not a dictionary", "see docs/import.md")
     return value

@@ -1,11 +1,8 @@
 """Files of tensors, read without running code in them."""
 
 import json
-import warnings
-import zipfile
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -13,6 +10,7 @@ import torch
 from rlk_align.errors import DumpError
 from rlk_align.record.imports.source import Load
 from rlk_align.text import one_line
+from rlk_align.torch_file import load_plain
 
 CONVERT = (
     "a pickle runs code when it is loaded, so rlk-align never loads one. If you trust the file, "
@@ -25,23 +23,7 @@ CONVERT = (
 def load(path: Path) -> Any:
     """What torch.save wrote into a file, with its tensors on the CPU. Raises DumpError for a file
     that is damaged, or whose objects only a pickle's code can make."""
-    if not path.is_file():
-        raise DumpError(f"{path} does not exist", "check the path")
-    if not zipfile.is_zipfile(path):
-        raise DumpError(
-            f"{path} is not what torch.save writes, or was cut off",
-            "remove it, or record it again; a file of torch's old format is a pickle: " + CONVERT,
-        )
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except UnpicklingError as error:
-        raise DumpError(
-            f"{path} has objects other than tensors and plain values", CONVERT
-        ) from error
-    except (RuntimeError, OSError, EOFError, ValueError) as error:
-        raise DumpError(f"{path} cannot be read: {one_line(error)}", "record it again") from error
+    return load_plain(path, "remove it, or record it again", CONVERT)
 
 
 def load_json(path: Path) -> dict[str, Any]:
