@@ -265,7 +265,7 @@ def latents(heads: int, sequences: int, tokens: int, dtype=BF16, widths=(512, 64
 def latents_on_hopper(
     heads: int, sequences: int, tokens: int, page: int = 64, queries: int = 1, dtype=BF16
 ) -> None:
-    """The kernel that no plan chooses yet: over a cache, or without one (page 0)."""
+    """Over a cache, or without one (page 0)."""
     q, pages = _x(sequences * queries, heads, 576, dtype=dtype), tokens // (page or 1)
     cu, lens = (_ids(sequences + i, dtype=torch.int32) for i in (1, 0 if page else 1))
     keys = (

@@ -1,4 +1,4 @@
-# ruff: noqa: RUF005 (Gluon has no starred tuples)
+# ruff: noqa: RUF005, SIM102 (Gluon has no starred tuples; RIGHT is a constexpr)
 """The forward of `kernels.py` on Hopper, in Gluon: the same order and bits with another schedule.
 
 A program has 64 packed rows at a time, with pieces of their keys (`attention/hopper/work.py`). The
@@ -72,16 +72,28 @@ def _start_rotated(q, ring, turn, s):
 
 
 @gluon.jit
-def _end_scores(q, ring, turn, s):
-    """Add the product of the latents to the scores."""
+def _start_latents(q, ring, turn, s):
+    """Start the product of the latents, which is added to the scores."""
     q_left, q_right, _ = q
-    left, right, _, _, _, _, right_empty = ring
+    left, right, _, _, _, _, _ = ring
     slot = turn % DEPTH
     s = warpgroup_mma(q_left, left.index(slot).permute((1, 0)), s, is_async=True)
-    s = warpgroup_mma(q_right, right.index(slot).permute((1, 0)), s, is_async=True)
+    return warpgroup_mma(q_right, right.index(slot).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def _complete(ring, turn, s):
+    """The scores of the `turn`-th block, whose products have all started."""
+    _, _, _, _, _, _, right_empty = ring
     s = warpgroup_mma_wait(0, [s])
-    mbarrier.arrive(right_empty.index(slot))
+    mbarrier.arrive(right_empty.index(turn % DEPTH))
     return s
+
+
+@gluon.jit
+def _end_scores(q, ring, turn, s):
+    """The scores of the `turn`-th block, after `_start_rotated`."""
+    return _complete(ring, turn, _start_latents(q, ring, turn, s))
 
 
 @gluon.jit
@@ -103,15 +115,14 @@ def _given(given):
 
 
 @gluon.jit
-def _attend_left(q, ring, given, begin, end, plain_end, len_k, last, turn, scale):
-    """(m, den, left half of acc) of the blocks begin ... end, at least one, all of one chunk."""
+def _attend_left(q, ring, given, s, begin, end, plain_end, len_k, last, turn, scale):
+    """(m, den, left half of acc) of the blocks begin ... end, at least one, all of one chunk.
+    s: the scores of the first one."""
     left, _, _, _, left_empty, _, _ = ring
     dtype: gl.constexpr = left.dtype
-    s = gl.zeros([ROWS, BLOCK], gl.float32, SCORES)
     acc = gl.zeros([ROWS, HALF], gl.float32, SUMS)
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    _, _, _, den = block_weights(s, m, 0.0, sum_levels(BLOCK))
-    s = _end_scores(q, ring, turn, _start_rotated(q, ring, turn, s))
+    _, _, _, den = block_weights(gl.zeros_like(s), m, 0.0, sum_levels(BLOCK))
     for j in range(begin, end - 1):
         p, m, den, old = weigh(
             s, m, den, scale, j * BLOCK, last, 0, j >= plain_end, dtype, SUMS, False
@@ -176,6 +187,73 @@ def _attend_right(ring, given, begin, end, len_k, turn):
 
 
 @gluon.jit
+def _halves(x):
+    """The left and the right half of the columns of x."""
+    return gl.split(gl.permute(gl.reshape(x, (ROWS, 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
+@gluon.jit
+def _beside(x, y):
+    """The columns of x, and right of them those of y."""
+    return gl.reshape(gl.permute(gl.join(x, y), (0, 2, 1)), (ROWS, 2 * x.shape[1]))
+
+
+@gluon.jit
+def _by_thread(x):
+    """x[ROWS, columns] as one row, in which the numbers of a thread lie four by four, and those of
+    the threads of a group side by side."""
+    x = gl.reshape(x, (4, 2, 8, x.shape[1] // 8, 4, 2))
+    return gl.reshape(gl.permute(x, (3, 0, 2, 4, 1, 5)), (x.numel,))
+
+
+@gluon.jit
+def _by_row(x, layout: gl.constexpr):
+    """The inverse of `_by_thread`."""
+    COLUMNS: gl.constexpr = x.shape[0] // ROWS
+    x = gl.permute(gl.reshape(x, (COLUMNS // 8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
+    return gl.convert_layout(gl.reshape(x, (ROWS, COLUMNS)), layout, assert_trivial=True)
+
+
+@gluon.jit
+def _merge_columns(running, some, m_all, den_all, m, den, acc, KEEP: gl.constexpr):
+    """`_merge` for some columns of acc."""
+    layout: gl.constexpr = acc.type.layout
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    at = running + gl.arange(0, acc.numel, _by_thread(acc).type.layout)
+    m_all, den_all, acc = merge(
+        gl.convert_layout(m_all, rows, assert_trivial=True),
+        gl.convert_layout(den_all, rows, assert_trivial=True),
+        _by_row(gl.load(at, mask=some, other=0.0), layout),
+        gl.convert_layout(m, rows, assert_trivial=True),
+        gl.convert_layout(den, rows, assert_trivial=True),
+        acc,
+    )
+    if KEEP:
+        gl.store(at, _by_thread(acc))
+    return m_all, den_all, acc
+
+
+@gluon.jit
+def _merge(running, some, m_all, den_all, m, den, acc, KEEP: gl.constexpr):
+    """Merge the state of a chunk with that of the chunks before, whose sums are in `running` if
+    there are `some`. KEEP: the new sums go there. A quarter of the columns at a time, because not
+    all sums of the chunks before fit into registers beside acc."""
+    x, y = _halves(acc)
+    a, b = _halves(x)
+    c, d = _halves(y)
+    _, _, a = _merge_columns(running, some, m_all, den_all, m, den, a, KEEP)
+    _, _, b = _merge_columns(running + a.numel, some, m_all, den_all, m, den, b, KEEP)
+    _, _, c = _merge_columns(running + 2 * a.numel, some, m_all, den_all, m, den, c, KEEP)
+    top, total, d = _merge_columns(running + 3 * a.numel, some, m_all, den_all, m, den, d, KEEP)
+    acc = _beside(_beside(a, b), _beside(c, d))
+    return (
+        gl.convert_layout(top, OF_ROWS, assert_trivial=True),
+        gl.convert_layout(total, OF_ROWS, assert_trivial=True),
+        gl.convert_layout(acc, SUMS, assert_trivial=True),
+    )
+
+
+@gluon.jit
 def _attend_piece(args, one, begin, end, plain_end, turn, H: gl.constexpr, RIGHT: gl.constexpr):
     """Attend with the packed rows of a piece, over blocks from the `turn`-th on. Both groups store
     the numbers of their rows, which are equal, and each its half of the sums."""
@@ -199,9 +277,14 @@ def _attend_piece(args, one, begin, end, plain_end, turn, H: gl.constexpr, RIGHT
     cols = RIGHT * HALF + gl.arange(0, HALF, gl.SliceLayout(0, SUMS))
     row = first_row + gl.arange(0, ROWS, OF_ROWS)
     live = row < len_q * H
+    running = running_ptr + (this_program() * 2 + RIGHT).to(gl.int64) * (ROWS * HALF)
     m_all = gl.full([ROWS], float("-inf"), gl.float32, OF_ROWS)
     den_all = gl.zeros([ROWS], gl.float32, OF_ROWS)
     acc_all = gl.zeros([ROWS, HALF], gl.float32, SUMS)
+    s = gl.zeros([ROWS, BLOCK], gl.float32, SCORES)
+    if not RIGHT:
+        if begin < end:
+            s = _end_scores(q, ring, turn, _start_rotated(q, ring, turn, s))
     beyond = gl.where(begin < end, gl.cdiv(end, PER_CHUNK), 0)  # rows may see none of these keys
     for chunk in range(begin // PER_CHUNK, beyond):
         first = gl.maximum(begin, chunk * PER_CHUNK)
@@ -210,23 +293,32 @@ def _attend_piece(args, one, begin, end, plain_end, turn, H: gl.constexpr, RIGHT
             m, den, acc = _attend_right(ring, given, first, limit, len_k, turn)
         else:
             m, den, acc = _attend_left(
-                q, ring, given, first, limit, plain_end, len_k, last, turn, scale
+                q, ring, given, s, first, limit, plain_end, len_k, last, turn, scale
             )
         turn += limit - first
-        if merges != 0:
-            # each thread reads what it wrote itself
-            mine = running_ptr + this_program().to(gl.int64) * (ROWS * LATENT)
-            at = (mine + gl.arange(0, ROWS, OF_ROWS) * LATENT)[:, None] + cols[None, :]
-            before = gl.zeros_like(acc)
-            if first > begin:
-                before = gl.load(at)
-            m_all, den_all, acc_all = merge(m_all, den_all, before, m, den, acc)
-            if limit < end:
-                gl.store(at, acc_all)
+        more = limit < end
+        if (merges != 0) & more:
+            if not RIGHT:
+                # the next block's scores, while the sums go to memory
+                s = _start_latents(q, ring, turn, _start_rotated(q, ring, turn, s))
+            m_all, den_all, acc_all = _merge(
+                running, first > begin, m_all, den_all, m, den, acc, True
+            )
+            if not RIGHT:
+                s = _complete(ring, turn, s)
         else:
-            slot = slot_row(base, chunk, folded, len_q * H, row, 1, 0)
-            store_state(part_acc_ptr, part_ml_ptr, slot, live, cols, m, den, acc, LATENT)
-            acc_all = acc  # no register holds an earlier sum
+            s = gl.zeros_like(s)
+            if merges != 0:
+                m_all, den_all, acc_all = _merge(
+                    running, first > begin, m_all, den_all, m, den, acc, False
+                )
+            else:
+                slot = slot_row(base, chunk, folded, len_q * H, row, 1, 0)
+                store_state(part_acc_ptr, part_ml_ptr, slot, live, cols, m, den, acc, LATENT)
+                acc_all = acc  # no register holds an earlier sum
+                if not RIGHT:
+                    if more:
+                        s = _end_scores(q, ring, turn, _start_rotated(q, ring, turn, s))
     if only != 0:
         finish(
             m_all, den_all, acc_all, out_ptr, lse_ptr, q_start + row // H, row % H, live, cols, H,
