@@ -262,6 +262,14 @@ def latents(heads: int, sequences: int, tokens: int, dtype=BF16, widths=(512, 64
         rk.paged_latent_attention(each, cache, table, lens, cu_seqlens_q=cu, **how)
 
 
+def products_by_head(tokens: int, heads: int, width: int) -> None:
+    """Those around latent attention, with the weight of keys as it lies in the other's memory."""
+    q, both = _x(tokens, heads, width + 64), _x(heads, width + 128, 512)
+    with torch.no_grad():
+        rk.head_linear(q[..., :width], both[:, :width].mT, q[..., width:])
+        rk.head_linear(_x(tokens, heads, 512), both[:, width:])
+
+
 def latents_on_hopper(
     heads: int, sequences: int, tokens: int, page: int = 64, queries: int = 1, dtype=BF16
 ) -> None:
@@ -370,6 +378,8 @@ CALLS: dict[str, Callable[[], object]] = {
     "latents on Hopper, few keys": lambda: latents_on_hopper(128, 64, 512),
     "latents on Hopper, 20 heads, pages of 16": lambda: latents_on_hopper(20, 3, 2048, page=16),
     "latents on Hopper, no cache": lambda: latents_on_hopper(128, 2, 4096, 0, 4096, FP16),
+    "products by head": lambda: products_by_head(8192, 128, 128),
+    "products by head, few tokens": lambda: products_by_head(1, 20, 192),
     "latents, fp32": lambda: latents(16, 2, 1024, dtype=FP32),
     "rows": lambda: rows(1024),
     "adapters, one": lambda: adapters(8192, 1, 16, 12288, 4096),

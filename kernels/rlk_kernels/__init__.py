@@ -46,6 +46,7 @@ from rlk_kernels.ops.experts.operator import (
     grouped_swiglu,
 )
 from rlk_kernels.ops.gated_norm.operator import gated_rms_norm
+from rlk_kernels.ops.head_linear.operator import head_linear
 from rlk_kernels.ops.kv_cache.operator import write_kv_cache
 from rlk_kernels.ops.latent_attention.ahead import warm_up_paged_latent_attention
 from rlk_kernels.ops.latent_attention.operator import latent_attention, paged_latent_attention
@@ -126,6 +127,7 @@ __all__ = [
     "group_by_expert",
     "grouped_linear",
     "grouped_swiglu",
+    "head_linear",
     "kept_tokens",
     "last_backend",
     "latent_attention",

@@ -236,6 +236,8 @@ CASES = {
     "grouped_linear, bias": Case(
         rk.grouped_linear, (X, EXPERTS, GROUPS, EXPERTS[:, 0].clone())
     ),
+    "head_linear": Case(rk.head_linear, (rand(T, E, H), EXPERTS)),
+    "head_linear, rest": Case(rk.head_linear, (rand(T, E, H), EXPERTS, rand(T, E, 3))),
     "grouped_swiglu": Case(rk.grouped_swiglu, (X, EXPERTS, GROUPS), gradient=False),
     "combine_experts": Case(rk.combine_experts, (rand(T, 2, H), SHARES, CHOSEN, E)),
     "combine_experts, a sparse layer": Case(sparse_layer, (X, HEAD[:E].clone(), EXPERTS)),

@@ -40,7 +40,13 @@ def test_public_names():
         "route_corrected",
         "group_by_expert",
     ]
-    operators += ["grouped_linear", "grouped_swiglu", "combine_experts", "load_balancing_loss"]
+    operators += [
+        "grouped_linear",
+        "grouped_swiglu",
+        "head_linear",
+        "combine_experts",
+        "load_balancing_loss",
+    ]
     operators += ["router_z_loss", "policy_loss", "linear_policy_loss", "dpo_loss"]
     about = ["backend_calls", "last_backend", "reset_backend_calls", "warm_up"]
     about += ["ExpertGroups", "Schedule", "paged_schedule", "warm_up_paged_attention"]

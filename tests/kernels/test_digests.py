@@ -28,10 +28,10 @@ def test_every_public_operator_is_in_the_set():
     # The digests of `sample` have the kept tokens.
     sampled = {"kept_tokens"}
     # Other tests hold these to the operators that have digests (test_norm_rope.py,
-    # test_norm_add_norm.py, ops/experts/test_operators.py, ops/test_logits_softcap.py), or to
-    # float64 (losses/test_policy.py, ops/test_portable.py).
+    # test_norm_add_norm.py, test_head_linear.py, ops/experts/test_operators.py,
+    # ops/test_logits_softcap.py), or to float64 (losses/test_policy.py, ops/test_portable.py).
     elsewhere = {"group_advantages", "norm_rope", "paged_schedule", "grouped_swiglu", "softcap"}
-    elsewhere |= {"norm_add_norm"}
+    elsewhere |= {"norm_add_norm", "head_linear"}
     elsewhere |= {"clamped_swiglu", "activation", "layer_norm", "position_scale"}
     elsewhere |= {"paged_latent_attention"}  # one case holds it and latent_attention
     elsewhere |= {"policy_loss", "linear_policy_loss", "dpo_loss"}

@@ -78,7 +78,7 @@ def test_every_operator_runs_forward_and_backward():
     with_backward = {"attention", "combine_experts", "embedding", "linear_logp", "logp", "rms_norm"}
     with_backward |= {"route", "route_corrected", "softcap", "swiglu", "clamped_swiglu"}
     with_backward |= {"activation", "layer_norm", "latent_attention"}
-    forward |= {"latent_attention", "paged_latent_attention"}
+    forward |= {"latent_attention", "paged_latent_attention", "head_linear"}
     forward |= {"add_lora_backward"}
     delta_net = {"causal_conv1d", "delta_gates", "gated_delta_rule", "gated_rms_norm"}
     forward, with_backward = forward | delta_net, with_backward | delta_net

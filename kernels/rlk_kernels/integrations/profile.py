@@ -287,15 +287,9 @@ def absorbed(weight: Tensor, heads: int, width: int) -> Absorbed:
     return Absorbed(by_head[:, :width].mT, by_head[:, width:])
 
 
-def _by_head(x: Tensor, weight: Tensor) -> Tensor:
-    """[T, H, N] of x[T, H, K] and weight[H, N, K]: the bits of `linear` of each head."""
-    heads = torch.arange(x.shape[1], dtype=torch.int32, device=x.device).expand(x.shape[:2])
-    return rlk_kernels.grouped_linear(x, weight, rlk_kernels.group_by_expert(heads, x.shape[1]))
-
-
 def latent_queries(q: Tensor, rotated: Tensor, weight: Absorbed) -> Tensor:
     """[T, H, L + R]: q[T, H, N] times the weight of keys, rounded, then rotated[T, H, R]."""
-    return torch.cat([_by_head(q, weight.keys), rotated], -1)
+    return rlk_kernels.head_linear(q, weight.keys, rotated)
 
 
 def latent_attention(
@@ -309,7 +303,7 @@ def latent_attention(
     out = latent_attention_by_heads(
         q, latents, cu_q, cu_k, group, latent=weight.values.shape[2], scale=float32(scale)
     )
-    return _by_head(out, weight.values)
+    return rlk_kernels.head_linear(out, weight.values)
 
 
 def paged_latent_attention(
@@ -321,7 +315,7 @@ def paged_latent_attention(
         q, cache, table, lengths, cu_seqlens_q=cu_q, latent=weight.values.shape[2],
         scale=float32(scale),
     )  # fmt: skip
-    return _by_head(out, weight.values)
+    return rlk_kernels.head_linear(out, weight.values)
 
 
 def paged_attention(

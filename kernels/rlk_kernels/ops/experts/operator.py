@@ -83,7 +83,7 @@ def _group(ids: Tensor, experts: int, backend: str) -> tuple[Tensor, Tensor]:
     lambda dy, weight, order, *rest: dy.new_empty(order.shape[0], weight.shape[2]),
     no_gradient=("grouped_linear", SECOND),
 )
-def _input_grad(dy: Tensor, weight: Tensor, order: Tensor, offsets: Tensor, backend: str) -> Tensor:
+def input_grad(dy: Tensor, weight: Tensor, order: Tensor, offsets: Tensor, backend: str) -> Tensor:
     """dx[S, K] of dy[S, N]."""
     if backend == "torch":
         record("grouped_linear", "torch")
@@ -98,7 +98,7 @@ def _input_grad(dy: Tensor, weight: Tensor, order: Tensor, offsets: Tensor, back
     lambda dy, x, _, offsets, *rest: dy.new_empty(len(offsets) - 1, dy.shape[1], x.shape[1]),
     no_gradient=("grouped_linear", SECOND),
 )
-def _weight_grad(
+def weight_grad(
     dy: Tensor, x: Tensor, order: Tensor, offsets: Tensor, each: int, backend: str
 ) -> Tensor:
     """dweight[E, N, K] of dy[S, N] and x[S / each, K]."""
@@ -136,11 +136,11 @@ def _backward(ctx, dy):
     dy = dy.contiguous()
     dx = dw = db = None
     if ctx.needs_input_grad[0]:
-        dx = _input_grad(dy, weight, order, offsets, ctx.backend)
+        dx = input_grad(dy, weight, order, offsets, ctx.backend)
         if ctx.each != 1:
             dx = sum_slots(dx.view(x.shape[0], ctx.each, x.shape[1]), ctx.backend)
     if ctx.needs_input_grad[1]:
-        dw = _weight_grad(dy, x, order, offsets, ctx.each, ctx.backend)
+        dw = weight_grad(dy, x, order, offsets, ctx.each, ctx.backend)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
         db = _bias_grad(dy, order, offsets, ctx.backend).to(ctx.bias_dtype)
     return dx, dw, db, None, None, None, None

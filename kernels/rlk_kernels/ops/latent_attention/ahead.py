@@ -9,7 +9,7 @@ from rlk_kernels.ahead import compiled_ahead
 from rlk_kernels.backend import choose
 from rlk_kernels.custom_op import on_device_of
 from rlk_kernels.device import lazy_module
-from rlk_kernels.ops.experts.operator import group_by_expert, grouped_linear
+from rlk_kernels.ops.head_linear.operator import head_linear
 
 _on_triton = lazy_module("rlk_kernels.ops.latent_attention.on_triton")
 
@@ -19,8 +19,8 @@ def warm_up_paged_latent_attention(
     tokens: Collection[int], wait: bool = True,
 ) -> None:  # fmt: skip
     """Compile, several kernels at a time, what `paged_latent_attention` will launch for calls with
-    these tensors, in batches of at most `sequences` sequences, and what `group_by_expert` and
-    `grouped_linear` will launch for the products by head around it, for each number of `tokens`.
+    these tensors, in batches of at most `sequences` sequences, and what `head_linear` will launch
+    for the products around it, for each number of `tokens`.
 
     Of q[T, H, N + R] only the heads, the width and the dtype matter: it has a head's features
     before they are multiplied by keys[H, L, N]; values[H, E, L] multiplies the outputs. Of the
@@ -42,11 +42,9 @@ def warm_up_paged_latent_attention(
                 _on_triton().forward(rows, cache, integers, lens, table, latent, 1.0, ways)
         given = q.new_empty(most if ahead else 0, *q.shape[1:])
         attended = q.new_empty(len(given), heads, latent)
-        of_heads = torch.arange(heads, dtype=torch.int32, device=q.device)
         for t in tokens if ahead else ():
-            groups = group_by_expert(of_heads.expand(t, heads), heads)
-            grouped_linear(given[:t, :, :width], keys, groups)
-            grouped_linear(attended[:t], values, groups)
+            head_linear(given[:t, :, :width], keys, given[:t, :, width:])
+            head_linear(attended[:t], values)
 
 
 def _batches(sequences: int) -> list[int]:
