@@ -97,8 +97,8 @@ def norm_rotate(
     if t and hq + hk:
         how = frequency.numel(), eps, hf, one_plus, round_to, interleaved, scaling is not None
         cache = shape_cache(
-            "norm_rope", hq, hk, d, q.stride(), k.stride(), q.data_ptr() & 15, k.data_ptr() & 15,
-            dtype, q_weight.dtype, positions.dtype, device, how,
+            "norm_rope", hq, hk, d, q.stride(), k.stride(), q.data_ptr() & 15 == 0,
+            k.data_ptr() & 15 == 0, dtype, q_weight.dtype, positions.dtype, device, how,
         )  # fmt: skip
         if cache.plan is None:
             cache.plan = _plan(q, k, *how)
