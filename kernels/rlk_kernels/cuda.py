@@ -143,6 +143,13 @@ def _config(programs: int, threads: int, shared: int, stream: int) -> Any:
     ))  # fmt: skip
 
 
+def _loaded(
+    source: Source, programs: int, threads: int, shared: int, device: int, stream: int
+) -> tuple[c_void_p, Any]:
+    """The kernel, loaded, and its launch configuration."""
+    return _function(source, device, shared), _config(programs, threads, shared, stream)
+
+
 def tensor_map(x: Tensor, box_rows: int) -> TensorMap:
     """A map by which TMA copies boxes of `box_rows` x 64 (128 bytes, swizzled) of x[rows, columns],
     whose elements have 16 bits; elements beyond the edges are zeros."""
@@ -183,8 +190,9 @@ def launch(
     if not hasattr(_thread, "entered"):
         _enter(device)
     stream = private_api.current_stream(device)
-    function = cache.get_or_create("function", device, _function, source, device, shared)
-    config = cache.get_or_create("config", stream, _config, programs, threads, shared, stream)
+    function, config = cache.get_or_create(
+        "launch", (device, stream), _loaded, source, programs, threads, shared, device, stream
+    )
     key = cache, addresses
     arguments = _arguments.get_or_create("arguments", key, make, *made_from, most=8192)
     _done(_driver().cuLaunchKernelEx(config, function, arguments.addresses, None))

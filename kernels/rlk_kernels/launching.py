@@ -72,6 +72,10 @@ class Compiled:
 
     kernel: Any
     """`triton.compiler.CompiledKernel`."""
+    start: Callable
+    """The function that launches the kernel."""
+    fixed: tuple
+    """The arguments of `start` between the stream and the kernel's arguments."""
     direct: DirectLauncher | None
     """The kernel's launcher without the wrapper; None if this version's launcher is unknown."""
     device: int
@@ -148,12 +152,10 @@ def launch(
         if compiled is not None and compiled.device == private_api.current_device():
             addressed = _addressed(compiled.tensors, arguments)
             if addressed is not None:
-                recording = cache if type(cache) is Recording else None
-                if recording is not None and recording.memory:
-                    recording.look_at(compiled, arguments, addressed)
-                step = launch_compiled(compiled, kernel, grid, arguments, options, addressed)
-                if recording is not None and step is not None:
-                    recording.steps.append(step)
+                if type(cache) is Recording:
+                    cache.record(compiled, kernel, grid, arguments, options, addressed)
+                else:
+                    launch_compiled(compiled, kernel, grid, arguments, options, addressed)
                 return
     private_api.survive_compile_hooks(kernel)
     made = kernel[grid](*arguments, **options)
@@ -162,8 +164,18 @@ def launch(
     tensors = tuple(i for i, x in enumerate(arguments) if isinstance(x, Tensor))
     if _addressed(tensors, arguments) is not None:
         maps = tuple(i for i, x in enumerate(arguments) if hasattr(x, "block_shape"))
-        device, direct = torch.cuda.current_device(), direct_launcher(made)
-        cache.compiled[key] = Compiled(made, direct, device, tensors, maps)
+        cache.compiled[key] = _compiled(made, torch.cuda.current_device(), tensors, maps)
+
+
+def _compiled(made, device: int, tensors: tuple[int, ...], maps: tuple[int, ...]) -> Compiled:
+    direct = direct_launcher(made)
+    start, fixed = made.run, (made.function, made.packed_metadata, None, None, None)
+    if direct is not None:
+        start, fixed = direct.launch, (
+            made.function, direct.cooperative, direct.overlaps, None, None, made.packed_metadata,
+            None, None, None,
+        )  # fmt: skip
+    return Compiled(made, start, fixed, direct, device, tensors, maps)
 
 
 def _addressed(tensors: tuple[int, ...], arguments: tuple) -> list | None:
@@ -187,20 +199,12 @@ def launch_compiled(
     if private_api.profiled():
         kernel[grid](*arguments, **options)
         return None
-    loaded, direct = compiled.kernel, compiled.direct
+    if compiled.maps and compiled.direct is not None:
+        addressed = compiled.direct.arguments(addressed)
     stream = private_api.current_stream(compiled.device)
-    if direct is None:
-        launched = (
-            *grid, stream, loaded.function, loaded.packed_metadata, None, None, None, *addressed
-        )  # fmt: skip
-        loaded.run(*launched)
-        return loaded.run, launched, loaded
-    launched = (
-        *grid, stream, loaded.function, direct.cooperative, direct.overlaps, None, None,
-        loaded.packed_metadata, None, None, None, *direct.arguments(addressed),
-    )  # fmt: skip
-    direct.launch(*launched)
-    return direct.launch, launched, loaded
+    launched = (*grid, stream, *compiled.fixed, *addressed)
+    compiled.start(*launched)
+    return compiled.start, launched, compiled.kernel
 
 
 class Recording(ShapeCache):
@@ -221,7 +225,18 @@ class Recording(ShapeCache):
         """Whether a kernel has accessed other memory. Memory that a call allocates itself may
         belong to another call when the first one is replayed."""
 
-    def look_at(self, compiled: Compiled, arguments: tuple, addressed: list) -> None:
+    def record(
+        self, compiled: Compiled, kernel, grid: tuple[int, int, int], arguments: tuple,
+        options: dict, addressed: list,
+    ) -> None:  # fmt: skip
+        """`launch_compiled`, recorded."""
+        if self.memory:
+            self._look_at(compiled, arguments, addressed)
+        step = launch_compiled(compiled, kernel, grid, arguments, options, addressed)
+        if step is not None:
+            self.steps.append(step)
+
+    def _look_at(self, compiled: Compiled, arguments: tuple, addressed: list) -> None:
         """Looks for foreign memory in a launch. addressed: the result of `_addressed`."""
         addresses = [addressed[i] for i in compiled.tensors]
         addresses += [arguments[i].base.data_ptr() for i in compiled.maps]

@@ -13,9 +13,10 @@ from rlk_kernels import private_api
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """`torch.empty`; on the current GPU from the same allocator, without torch's dispatch."""
-    if not _allocates(device):
+    if device.index != private_api.current_device() or not _allocates(device):
         return torch.empty(shape, dtype=dtype, device=device)
-    return private_api.allocate(*_dense(shape), dtype)
+    shape, strides = _dense(shape)
+    return private_api.allocate(shape, strides, dtype)
 
 
 def empties(
@@ -55,12 +56,7 @@ def views(memory: Tensor, layout: MemoryLayout, count: int | None = None) -> lis
 
 
 def _allocates(device: torch.device) -> bool:
-    return (
-        private_api.allocate is not None
-        and _is_gpu(device)
-        and torch.cuda.is_initialized()
-        and device.index == private_api.current_device()
-    )
+    return private_api.allocate is not None and _is_gpu(device) and torch.cuda.is_initialized()
 
 
 @functools.cache

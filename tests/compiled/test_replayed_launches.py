@@ -5,9 +5,10 @@ from offline import run
 PROGRAM, SCHEDULES = "replayed_launches.py", "schedule_launches.py"
 KERNELS = (
     "_attention_kernel", "_collapse_kernel", "_count_kernel", "_finish_kernel",
-    "_logp_blocks_kernel", "_logp_row_kernel", "_merge_kernel", "_metrics_kernel", "_pick_kernel",
-    "_pieces_hopper_kernel", "_prepare_kernel", "_reduce_kernel", "_schedule_kernel",
-    "_shared_kernel", "_tiles_hopper_kernel",
+    "_logp_blocks_kernel", "_logp_row_kernel", "_merge_kernel", "_metrics_kernel",
+    "_norm_add_norm_kernel", "_norm_rope_kernel", "_pick_kernel", "_pieces_hopper_kernel",
+    "_prepare_kernel", "_reduce_kernel", "_rms_norm_fwd_kernel", "_rope_kernel", "_schedule_kernel",
+    "_shared_kernel", "_swiglu_fwd_kernel", "_tiles_hopper_kernel", "_write_kernel",
 )  # fmt: skip
 
 

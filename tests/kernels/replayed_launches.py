@@ -53,6 +53,26 @@ def paged(sequences: int, pages: int, heads: int, kv_heads: int, dim: int) -> No
     rk.paged_attention(*arguments, cu_seqlens_q=bounds, schedule=schedule)
 
 
+def rows(m: int, h: int, ids: torch.Tensor) -> Iterator[Callable[[], object]]:
+    """Operators that work row by row, on dense rows and on parts of wider ones."""
+    slots, caches = integers(m), empty(9, 16, 2, 256)
+    for dense in (True, False):
+        qkv = empty(m, 12, 128)
+        q, k = (x.contiguous() if dense else x for x in (qkv[:, :8], qkv[:, 8:10]))
+        gate, up = (x.contiguous() if dense else x for x in empty(m, 2 * h).chunk(2, -1))
+        for eps in (1e-6, 1e-5):
+            yield lambda x=gate, eps=eps: rk.rms_norm(x, empty(h), eps, cast="vllm")
+            yield lambda x=gate, r=up, eps=eps: rk.norm_add_norm(
+                x, r, empty(h), empty(h, dtype=FULL), eps, cast="vllm"
+            )
+            yield lambda q=q, k=k, eps=eps: rk.norm_rope(
+                q, k, empty(128), empty(128), ids, eps=eps, theta=1e6
+            )
+        yield lambda q=q, k=k: rk.rope(q, k, ids, theta=1e6)
+        yield lambda x=gate, y=up: rk.swiglu(x, y, activation="gelu_tanh")
+        yield lambda k=k: rk.write_kv_cache(k, k, *caches.split(128, -1), slots)
+
+
 def calls(m: int, h: int, v: int) -> Iterator[Callable[[], object]]:
     """Operators on m rows; tensors are made anew, as they are between an engine's steps."""
     x, head, bias, ids = empty(m, h), empty(v, h), empty(v), empty(m, dtype=LONG)
@@ -60,6 +80,7 @@ def calls(m: int, h: int, v: int) -> Iterator[Callable[[], object]]:
     cu, q, k = integers(2), empty(m, 8, 128), empty(m, 2, 128)
     yield lambda: rk.linear(x, head, out_dtype=FULL)
     yield lambda: rk.rms_norm(x, empty(h), 1e-6, residual=x)
+    yield from rows(m, h, ids)
     yield lambda: rk.attention(q, k, k, cu, cu, window=100)
     yield lambda: rk.logp(empty(m, v), ids, top_k=3)
     yield lambda: rk.linear_logp(x, head, ids)

@@ -126,6 +126,7 @@ def test_no_features_are_fine_and_have_gradients_of_no_numbers(backend):
 def test_registration_passes_torchs_own_check():
     ops = torch.ops.rlk
     torch.library.opcheck(ops.gemm, (X, W, None, False, True, torch.float32, "torch"))
+    torch.library.opcheck(ops.gemm, (X, W, None, False, True, None, "torch"))
     torch.library.opcheck(ops.rms_norm, (X, None, W[0], 1e-6, True, False, "torch"))
     torch.library.opcheck(ops.rms_norm, (X, X.clone(), W[0], 1e-6, True, False, "torch"))
     torch.library.opcheck(ops.swiglu, (X, X.clone(), True, "torch"))

@@ -59,6 +59,14 @@ def test_layers_share_one_for_each_window(made):
     assert made == [None, WINDOW]
 
 
+def test_a_lone_sequence_needs_none(made):
+    q, *caches, table, lens, _ = batch()
+    x = q[:1], *caches, table[:1], lens[:1], torch.tensor([0, 1], dtype=torch.int32)
+    assert rk.paged_schedule(*x[:5], cu_seqlens_q=x[5], window=None) is None
+    assert Schedules().of(LAYERS[0], None, None, *x) is None
+    assert made == [None]  # the first line's
+
+
 def test_another_pass_has_its_own(made):
     x = batch()
     for lens in (FIRST, LATER):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import rlk_kernels
+from rlk_kernels import private_api
 
 
 class Schedules:
@@ -29,6 +30,8 @@ class Schedules:
         A layer asks once in a pass. If it asks again, another pass has the same metadata (a trial
         run, and then the capture of a graph), in which tables and lengths may have other values.
         """
+        if table.shape[0] == 1:
+            return None  # a lone sequence needs no list
         key = (
             window, softcap, q.shape, q.dtype, k_cache.shape, k_cache.stride(),
             (k_cache.data_ptr() | v_cache.data_ptr()) & 15, table.shape, table.data_ptr(),
@@ -50,5 +53,4 @@ def _stream(device: torch.device) -> tuple[int, bool]:
     """(the current stream, whether a graph is captured on it)."""
     if device.type != "cuda":
         return 0, False
-    stream = torch.cuda.current_stream(device).cuda_stream
-    return stream, torch.cuda.is_current_stream_capturing()
+    return private_api.current_stream(device.index), torch.cuda.is_current_stream_capturing()

@@ -20,4 +20,4 @@ def int32_vector(op: str, name: str, x: Tensor, size: int | None = None) -> Tens
 
 def last_dense(x: Tensor) -> Tensor:
     """x, or a copy of x if its last dimension is not dense."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x if x.stride()[-1] == 1 else x.contiguous()

@@ -50,7 +50,7 @@ def _fake(a, b, bias, trans_a, trans_b, out_dtype, backend):
 
 def input_grad(dy: Tensor, weight: Tensor, backend: str) -> Tensor:
     """dx[M, K] of dy[M, N] and weight[N, K], in dy's dtype."""
-    return call(_gemm, dy.contiguous(), weight, None, False, False, dy.dtype, backend)
+    return call(_gemm, dy.contiguous(), weight, None, False, False, None, backend)
 
 
 def weight_grad(dy: Tensor, x: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
@@ -91,12 +91,14 @@ def _backward(ctx, dy):
 @custom_op("gemm", _fake, setup=_setup, backward=_backward)
 def _gemm(
     a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool, trans_b: bool,
-    out_dtype: torch.dtype, backend: str,
+    out_dtype: torch.dtype | None, backend: str,
 ) -> Tensor:  # fmt: skip
+    """out_dtype: None for that of a, because torch's dispatch takes longer to pass a dtype."""
+    dtype = out_dtype or a.dtype
     if backend == "torch":
         record("linear", "torch")
-        return portable.product(a, b, bias, trans_a, trans_b, out_dtype)
-    out = empty(_shape(a, b, trans_a, trans_b), out_dtype, a.device)
+        return portable.product(a, b, bias, trans_a, trans_b, dtype)
+    out = empty(_shape(a, b, trans_a, trans_b), dtype, a.device)
     record("linear", _on_triton().product(a, b, bias, trans_a, trans_b, out))
     return out
 
@@ -230,7 +232,7 @@ def linear(
         return out
     if main_grad is not None and torch.is_grad_enabled():
         with on_device_of(x):
-            y = _WithMainGrad.apply(rows, weight, bias, main_grad, out_dtype or x.dtype, chosen)
+            y = _WithMainGrad.apply(rows, weight, bias, main_grad, out_dtype, chosen)
     else:
-        y = call(_gemm, rows, weight, bias, False, True, out_dtype or x.dtype, chosen)
+        y = call(_gemm, rows, weight, bias, False, True, out_dtype, chosen)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], weight.shape[0])

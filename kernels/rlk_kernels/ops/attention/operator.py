@@ -77,11 +77,11 @@ def attention_ref(
 
 
 def _check(op: str, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> None:
-    _, heads, dim = q.shape
-    *_, kv_heads, dim_k = k.shape
-    if k.shape != v.shape or dim != dim_k:
+    (_, heads, dim), shape_k, dtype = q.shape, k.shape, q.dtype
+    kv_heads, dim_k = shape_k[-2:]
+    if v.shape != shape_k or dim != dim_k:
         raise UnsupportedShape(
-            f"{op}: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit together"
+            f"{op}: q {tuple(q.shape)}, k {tuple(shape_k)}, v {tuple(v.shape)} do not fit together"
         )
     if kv_heads == 0 or heads % kv_heads:
         raise UnsupportedShape(
@@ -89,9 +89,9 @@ def _check(op: str, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int |
         )
     if not 0 < dim <= MAX_DIM:
         raise UnsupportedShape(f"{op}: head size {dim} is not in 1..{MAX_DIM}")
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+    if not dtype == k.dtype == v.dtype or not dtype.is_floating_point:
         raise UnsupportedDtype(
-            f"{op}: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; one floating dtype is needed"
+            f"{op}: q, k, v are {dtype}, {k.dtype}, {v.dtype}; one floating dtype is needed"
         )
     if not scale > 0:
         raise ValueError(f"{op}: scale must be above 0, not {scale}")

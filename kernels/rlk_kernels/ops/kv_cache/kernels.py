@@ -38,16 +38,28 @@ def _write_kernel(
 
 def write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Write k and v[T, Hk, D], whose last dimensions are dense, to slots[T]."""
-    (t, heads, dim), (blocks, page) = k.shape, k_cache.shape[:2]
+    t, heads, dim = k.shape
     if t == 0 or heads * dim == 0:
         return
-    block = min(BLOCK, power_of_2(heads * dim))
-    overlap = facts(k.device).overlaps
-    strides = (*k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3])
-    cache = shape_cache("kv_cache", heads, dim, k_cache.shape, strides, k.dtype, slots.dtype)
-    launch(
-        cache, _write_kernel, (t, cdiv(heads * dim, block), 1),
-        (k, v, k_cache, v_cache, slots, *strides, heads * dim, page, blocks * page, dim, block,
-         overlap),
-        {"num_warps": 4, "launch_pdl": overlap},
+    cache = shape_cache(
+        "kv_cache", heads, dim, k_cache.shape, k.stride(), v.stride(), k_cache.stride(),
+        v_cache.stride(), k.dtype, slots.dtype, k.device,
     )  # fmt: skip
+    if cache.plan is None:
+        cache.plan = _plan(k_cache, v_cache, k, v)
+    columns, constants, options = cache.plan
+    launch(
+        cache, _write_kernel, (t, columns, 1), (k, v, k_cache, v_cache, slots, *constants), options
+    )
+
+
+def _plan(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> tuple[int, tuple, dict]:
+    """What calls of one shape share: (programs of a token, constants, options)."""
+    (_, heads, dim), (blocks, page) = k.shape, k_cache.shape[:2]
+    features, overlap = heads * dim, facts(k.device).overlaps
+    block = min(BLOCK, power_of_2(features))
+    constants = (
+        *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], features,
+        page, blocks * page, dim, block, overlap,
+    )  # fmt: skip
+    return cdiv(features, block), constants, {"num_warps": 4, "launch_pdl": overlap}

@@ -44,29 +44,32 @@ def write_kv_cache(
     backend, and is not written on a GPU. There are no gradients. Raises UnsupportedShape,
     UnsupportedDtype, and what `backend.choose` raises.
     """
-    if k.dim() != 3 or k_cache.dim() != 4 or k.shape != v.shape or k_cache.shape != v_cache.shape:
+    rows, pages = k.shape, k_cache.shape
+    if len(rows) != 3 or len(pages) != 4 or v.shape != rows or v_cache.shape != pages:
         raise UnsupportedShape(
             "write_kv_cache: k and v[T, Hk, D] and caches[blocks, P, Hk, D] are needed, not "
-            f"{tuple(k.shape)}, {tuple(v.shape)}, {tuple(k_cache.shape)}, {tuple(v_cache.shape)}"
+            f"{tuple(rows)}, {tuple(v.shape)}, {tuple(pages)}, {tuple(v_cache.shape)}"
         )
-    if k_cache.shape[2:] != k.shape[1:] or k_cache.shape[1] == 0 or slots.shape != k.shape[:1]:
+    if pages[2:] != rows[1:] or pages[1] == 0 or slots.shape != rows[:1]:
         raise UnsupportedShape(
-            f"write_kv_cache: caches {tuple(k_cache.shape)} and slots {tuple(slots.shape)} do not "
-            f"fit k {tuple(k.shape)}"
+            f"write_kv_cache: caches {tuple(pages)} and slots {tuple(slots.shape)} do not fit k "
+            f"{tuple(rows)}"
         )
-    if any(x.stride(-1) != 1 for x in (k_cache, v_cache)):
+    if k_cache.stride()[3] != 1 or v_cache.stride()[3] != 1:
         raise UnsupportedShape(
             "write_kv_cache: the last dimension of a cache must be dense; the caches have strides "
             f"{k_cache.stride()} and {v_cache.stride()}"
         )
     if slots.dtype not in (torch.int32, torch.int64):
         raise UnsupportedDtype(f"write_kv_cache: slots are {slots.dtype}; int32 or int64 is needed")
-    if not k.dtype == v.dtype == k_cache.dtype == v_cache.dtype:
+    dtype = k.dtype
+    if not dtype == v.dtype == k_cache.dtype == v_cache.dtype:
         raise UnsupportedDtype(
-            f"write_kv_cache: k, v and the caches are {k.dtype}, {v.dtype}, {k_cache.dtype} and "
+            f"write_kv_cache: k, v and the caches are {dtype}, {v.dtype}, {k_cache.dtype} and "
             f"{v_cache.dtype}; one dtype is needed"
         )
     chosen = choose("write_kv_cache", backend, k, v, k_cache, v_cache, slots)
-    k, v = (x.detach() if x.requires_grad else x for x in (k, v))
+    if k.requires_grad or v.requires_grad:
+        k, v = k.detach(), v.detach()
     k, v = last_dense(k), last_dense(v)
     call(_write_kv_cache, k_cache, v_cache, k, v, slots.contiguous(), chosen)

@@ -34,19 +34,27 @@ def forward(
     x: Tensor, residual: Tensor, branch_weight: Tensor, weight: Tensor, eps: float, one_plus: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y, s) of x[M, H] and residual[M, H] with dense rows, in 16 bits."""
-    m, h = x.shape
-    y, s = (empty(x.shape, x.dtype, x.device) for _ in range(2))
+    shape, dtype, device = x.shape, x.dtype, x.device
+    y, s = empty(shape, dtype, device), empty(shape, dtype, device)
+    m, h = shape
     if m:
-        block = power_of_2(h)
-        rows = max(1, 1024 // block)
+        strides = x.stride()[0], residual.stride()[0]
         cache = shape_cache(
-            "norm_add_norm", x.shape, x.stride(), x.dtype, residual.stride(0), branch_weight.dtype,
-            weight.dtype, one_plus,
-        )  # fmt: skip
+            "norm_add_norm", h, strides, dtype, branch_weight.dtype, weight.dtype, eps, one_plus
+        )
+        if cache.plan is None:
+            cache.plan = _plan(h, strides, eps, one_plus)
+        rows, constants, options = cache.plan
         launch(
             cache, _norm_add_norm_kernel, (cdiv(m, rows), 1, 1),
-            (x, residual, branch_weight, weight, y, s, m, x.stride(0), residual.stride(0), eps, h,
-             block, rows, one_plus),
-            {"num_warps": min(16, max(2, block // 1024))},
+            (x, residual, branch_weight, weight, y, s, m, *constants), options,
         )  # fmt: skip
     return y, s
+
+
+def _plan(h: int, strides: tuple[int, int], eps: float, one_plus: bool) -> tuple[int, tuple, dict]:
+    """What calls of one shape share: (rows of a program, constants, options)."""
+    block = power_of_2(h)
+    rows = max(1, 1024 // block)
+    constants = *strides, eps, h, block, rows, one_plus
+    return rows, constants, {"num_warps": min(16, max(2, block // 1024))}

@@ -21,8 +21,11 @@ from torch import Tensor
 
 from rlk_kernels.backend import choose, record
 from rlk_kernels.custom_op import call, custom_op
+from rlk_kernels.device import lazy_module
 from rlk_kernels.ops.rms_norm.operator import as_rows, check_rms_norm
 from rlk_kernels.ops.rms_norm.operator import rms_norm as norm
+
+_on_triton = lazy_module("rlk_kernels.ops.norm_add_norm.kernels")
 
 
 def _fake(x: Tensor, *rest) -> tuple[Tensor, Tensor]:
@@ -46,9 +49,7 @@ def _norm_add_norm(
             "backend": backend,
         }
         return norm(norm(x, branch_weight, eps, **how), weight, eps, residual=residual, **how)
-    from rlk_kernels.ops.norm_add_norm import kernels
-
-    return kernels.forward(x, residual, branch_weight, weight, eps, one_plus)
+    return _on_triton().forward(x, residual, branch_weight, weight, eps, one_plus)
 
 
 def norm_add_norm(

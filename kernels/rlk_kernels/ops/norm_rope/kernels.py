@@ -77,14 +77,12 @@ def _norm_rope_kernel(
         )  # fmt: skip
 
 
-def _aligned(x: Tensor, wide: int) -> Tensor:
-    """x, or a copy if its loads could not be as wide as the head size allows. The width of loads
-    determines the layout of the tile, and so the order of its sum."""
+def _is_aligned(x: Tensor, wide: int) -> bool:
+    """Whether loads of x can be as wide as the head size allows. The width of loads determines the
+    layout of the tile, and so the order of its sum."""
     of_token, of_head, of_feature = x.stride()
     dense = of_feature == 1 and of_head == x.shape[2]
-    if dense and of_token % wide == 0 and x.data_ptr() % 16 == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    return dense and of_token % wide == 0 and x.data_ptr() % 16 == 0
 
 
 def norm_rotate(
@@ -93,25 +91,49 @@ def norm_rotate(
     interleaved: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Norm and rotate q[T, Hq, D] and k[T, Hk, D]."""
-    (t, hq, d), hk, r = q.shape, k.shape[1], frequency.numel()
-    wide = math.gcd(d, 16)
-    q, k = _aligned(q, wide), _aligned(k, wide)
-    q_out, k_out = (empty(x.shape, x.dtype, x.device) for x in (q, k))
+    q_shape, k_shape, dtype, device = q.shape, k.shape, q.dtype, q.device
+    q_out, k_out = empty(q_shape, dtype, device), empty(k_shape, dtype, device)
+    (t, hq, d), hk = q_shape, k_shape[1]
     if t and hq + hk:
-        block = power_of_2(d)
-        rows = max(1, 1024 // block)
-        steps = cdiv(hq, rows), cdiv(hk, rows)
-        overlap, scaled = facts(q.device).overlaps, scaling is not None
+        how = frequency.numel(), eps, hf, one_plus, round_to, interleaved, scaling is not None
         cache = shape_cache(
-            "norm_rope", hq, hk, d, r, q.stride(), k.stride(), q.dtype, q_weight.dtype,
-            positions.dtype, round_to, interleaved, hf, one_plus, scaled,
+            "norm_rope", hq, hk, d, q.stride(), k.stride(), q.data_ptr() & 15 == 0,
+            k.data_ptr() & 15 == 0, dtype, q_weight.dtype, positions.dtype, device, how,
         )  # fmt: skip
+        if cache.plan is None:
+            cache.plan = _plan(q, k, *how)
+        copies_q, copies_k, programs, constants, options = cache.plan
+        if copies_q:
+            q = q.clone(memory_format=torch.contiguous_format)
+        if copies_k:
+            k = k.clone(memory_format=torch.contiguous_format)
         launch(
-            cache, _norm_rope_kernel, (t, sum(steps), 1),
+            cache, _norm_rope_kernel, (t, programs, 1),
             (q, k, q_weight, k_weight, q_out, k_out, positions, frequency,
-             scaling if scaled else frequency, q.stride(0), k.stride(0), hq, hk, steps[0], eps, d,
-             block, r, power_of_2(r), power_of_2(d - 2 * r) if d > 2 * r else 0, rows, wide,
-             interleaved, hf, one_plus, scaled, TRITON_DTYPES[round_to], overlap),
-            {"num_warps": min(16, max(2, block // 1024)), "launch_pdl": overlap},
+             frequency if scaling is None else scaling, *constants),
+            options,
         )  # fmt: skip
     return q_out, k_out
+
+
+def _plan(
+    q: Tensor, k: Tensor, r: int, eps: float, hf: bool, one_plus: bool, round_to: torch.dtype,
+    interleaved: bool, scaled: bool,
+) -> tuple[bool, bool, int, tuple, dict]:  # fmt: skip
+    """What calls of one shape share: (whether q is copied, whether k is, programs of a token,
+    constants, options)."""
+    (_, hq, d), hk, overlap = q.shape, k.shape[1], facts(q.device).overlaps
+    block, wide = power_of_2(d), math.gcd(d, 16)
+    copies = [not _is_aligned(x, wide) for x in (q, k)]
+    strides = [
+        x.shape[1] * d if copied else x.stride(0) for x, copied in zip((q, k), copies, strict=True)
+    ]
+    rows = max(1, 1024 // block)
+    steps = cdiv(hq, rows), cdiv(hk, rows)
+    constants = (
+        *strides, hq, hk, steps[0], eps, d, block, r, power_of_2(r),
+        power_of_2(d - 2 * r) if d > 2 * r else 0, rows, wide, interleaved, hf, one_plus, scaled,
+        TRITON_DTYPES[round_to], overlap,
+    )  # fmt: skip
+    options = {"num_warps": min(16, max(2, block // 1024)), "launch_pdl": overlap}
+    return copies[0], copies[1], sum(steps), constants, options

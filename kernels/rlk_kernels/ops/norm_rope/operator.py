@@ -16,10 +16,13 @@ from torch import Tensor
 
 from rlk_kernels.backend import choose, record
 from rlk_kernels.custom_op import call, custom_op
+from rlk_kernels.device import lazy_module
 from rlk_kernels.errors import UnsupportedDtype, UnsupportedShape
 from rlk_kernels.ops.rms_norm.operator import CASTS, rms_norm_grad
 from rlk_kernels.ops.rms_norm.operator import rms_norm as norm
 from rlk_kernels.ops.rope.operator import _frequencies, _rope, check_rope, empty_heads, rotate
+
+_on_triton = lazy_module("rlk_kernels.ops.norm_rope.kernels")
 
 
 def _setup(ctx, inputs, output):
@@ -63,10 +66,8 @@ def _norm_rope(
             q, k, positions, inv_freq, scaling, theta, rotary_dim, 1.0, cos_sin_dtype, interleaved,
             backend,
         )  # fmt: skip
-    from rlk_kernels.ops.norm_rope import kernels
-
     frequency = _frequencies(theta, rotary_dim, q.device) if inv_freq is None else inv_freq
-    return kernels.norm_rotate(
+    return _on_triton().norm_rotate(
         q, k, q_weight, k_weight, positions, frequency, scaling, eps, hf, one_plus, cos_sin_dtype,
         interleaved,
     )  # fmt: skip

@@ -93,25 +93,36 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """(y, s) of x[M, H], or without a residual of x[T, heads, H], with dense rows; s is
     x + residual, or empty without a residual."""
-    h, heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
-    m = x.shape[0] * heads
-    y = empty(x.shape, x.dtype, x.device)
-    s = empty(x.shape if residual is not None else (0,), x.dtype, x.device)
+    shape, dtype, device = x.shape, x.dtype, x.device
+    h, heads = shape[-1], shape[1] if len(shape) == 3 else 1
+    m = shape[0] * heads
+    y = empty(shape, dtype, device)
+    s = empty(shape if residual is not None else (0,), dtype, device)
     if m:
-        block = power_of_2(h)
-        rows = max(1, 1024 // block)
-        cache = shape_cache(
-            x.shape, x.stride(), x.dtype, weight.dtype,
-            None if residual is None else residual.stride(0), hf, one_plus,
-        )  # fmt: skip
+        strides = x.stride(), None if residual is None else residual.stride()[0]
+        cache = shape_cache("rms_norm", h, heads, strides, dtype, weight.dtype, eps, hf, one_plus)
+        if cache.plan is None:
+            cache.plan = _plan(h, heads, *strides, eps, hf, one_plus)
+        rows, constants, options = cache.plan
         launch(
             cache, _rms_norm_fwd_kernel, (cdiv(m, rows), 1, 1),
-            (x, residual, weight, y, s, m, x.stride(0), x.stride(1) if heads > 1 else 0,
-             residual.stride(0) if residual is not None else 0, eps, h, block, rows, heads,
-             residual is not None, hf, one_plus),
-            {"num_warps": min(16, max(2, block // 1024))},
+            (x, residual, weight, y, s, m, *constants), options,
         )  # fmt: skip
     return y, s
+
+
+def _plan(
+    h: int, heads: int, strides: tuple[int, ...], stride_r: int | None, eps: float, hf: bool,
+    one_plus: bool,
+) -> tuple[int, tuple, dict]:  # fmt: skip
+    """What calls of one shape share: (rows of a program, constants, options)."""
+    block = power_of_2(h)
+    rows = max(1, 1024 // block)
+    constants = (
+        strides[0], strides[1] if heads > 1 else 0, stride_r or 0, eps, h, block, rows, heads,
+        stride_r is not None, hf, one_plus,
+    )  # fmt: skip
+    return rows, constants, {"num_warps": min(16, max(2, block // 1024))}
 
 
 def backward(

@@ -93,24 +93,38 @@ def rotate(
     round_to: torch.dtype, interleaved: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Rotate q[T, Hq, D] and k[T, Hk, D], whose last dimensions are dense, by sign * angle."""
-    (t, hq, d), hk, r = q.shape, k.shape[1], frequency.numel()
-    q_out = empty((t, hq, d), q.dtype, q.device)
-    k_out = empty((t, hk, d), k.dtype, k.device)
+    q_shape, k_shape, dtype, device = q.shape, k.shape, q.dtype, q.device
+    q_out, k_out = empty(q_shape, dtype, device), empty(k_shape, k.dtype, device)
+    (t, hq, d), hk = q_shape, k_shape[1]
     if t and hq + hk:
-        whole = t >= MANY_TOKENS
-        heads = min(HEADS_AT_A_TIME, power_of_2(max(hq, hk))) if whole else 8
-        steps = cdiv(hq, heads), cdiv(hk, heads)
-        overlap, scaled = facts(q.device).overlaps, scaling is not None
+        how = frequency.numel(), t >= MANY_TOKENS, sign, round_to, interleaved, scaling is not None
         cache = shape_cache(
-            hq, hk, d, r, q.stride(), k.stride(), q.dtype, k.dtype, positions.dtype, round_to,
-            interleaved, whole, scaled,
-        )  # fmt: skip
+            "rope", hq, hk, d, q.stride(), k.stride(), dtype, k.dtype, positions.dtype, device, how
+        )
+        if cache.plan is None:
+            cache.plan = _plan(q, k, *how)
+        programs, constants, options = cache.plan
         launch(
-            cache, _rope_kernel, (t, 1 if whole else sum(steps), 1),
-            (q, k, q_out, k_out, positions, frequency, scaling if scaled else frequency,
-             q.stride(0), q.stride(1), k.stride(0), k.stride(1), sign, hq, hk, *steps, whole, d,
-             r, power_of_2(r), power_of_2(d - 2 * r) if d > 2 * r else 0, heads, interleaved,
-             scaled, TRITON_DTYPES[round_to], overlap),
-            {"num_warps": 2, "launch_pdl": overlap},
+            cache, _rope_kernel, (t, programs, 1),
+            (q, k, q_out, k_out, positions, frequency, frequency if scaling is None else scaling,
+             *constants),
+            options,
         )  # fmt: skip
     return q_out, k_out
+
+
+def _plan(
+    q: Tensor, k: Tensor, r: int, whole: bool, sign: float, round_to: torch.dtype,
+    interleaved: bool, scaled: bool,
+) -> tuple[int, tuple, dict]:  # fmt: skip
+    """What calls of one shape share: (programs of a token, constants, options)."""
+    (_, hq, d), hk, overlap = q.shape, k.shape[1], facts(q.device).overlaps
+    heads = min(HEADS_AT_A_TIME, power_of_2(max(hq, hk))) if whole else 8
+    steps = cdiv(hq, heads), cdiv(hk, heads)
+    constants = (
+        *q.stride()[:2], *k.stride()[:2], sign, hq, hk, *steps, whole, d, r, power_of_2(r),
+        power_of_2(d - 2 * r) if d > 2 * r else 0, heads, interleaved, scaled,
+        TRITON_DTYPES[round_to], overlap,
+    )  # fmt: skip
+    options = {"num_warps": 2, "launch_pdl": overlap}
+    return 1 if whole else sum(steps), constants, options

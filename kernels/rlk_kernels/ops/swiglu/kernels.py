@@ -58,23 +58,22 @@ def _swiglu_bwd_kernel(
     tl.store(du_ptr + row * F + cols, du.to(du_ptr.dtype.element_ty), mask=mask)
 
 
-def _grids(m: int, f: int) -> list[tuple[int, tuple[int, int]]]:
-    """(first row, grid) of each launch: CUDA allows 65535 blocks along the second axis."""
-    columns = cdiv(f, BLOCK)
-    return [(start, (columns, min(65535, m - start))) for start in range(0, m if f else 0, 65535)]
+MOST_ROWS = 65535
+"""The most rows of a launch: CUDA allows so many blocks along the second axis."""
 
 
 def forward(gate: Tensor, up: Tensor, kind: int = 0) -> Tensor:
     """y of gate[M, F] and up[M, F] with dense rows."""
-    m, f = gate.shape
-    y = empty((m, f), gate.dtype, gate.device)
-    cache = shape_cache(f, gate.stride(0), up.stride(0), gate.dtype, kind)
-    for start, grid in _grids(m, f):
+    shape, dtype = gate.shape, gate.dtype
+    m, f = shape
+    y = empty(shape, dtype, gate.device)
+    gate_stride, up_stride = gate.stride()[0], up.stride()[0]
+    cache = shape_cache(f, gate_stride, up_stride, dtype, kind)
+    for start in range(0, m if f else 0, MOST_ROWS):
         rows = (gate, up, y) if start == 0 else (gate[start:], up[start:], y[start:])
         launch(
-            cache, _swiglu_fwd_kernel, (*grid, 1),
-            (*rows, gate.stride(0), up.stride(0), f, BLOCK, kind),
-            {"num_warps": 4},
+            cache, _swiglu_fwd_kernel, (cdiv(f, BLOCK), min(m - start, MOST_ROWS), 1),
+            (*rows, gate_stride, up_stride, f, BLOCK, kind), {"num_warps": 4},
         )  # fmt: skip
     return y
 
@@ -86,10 +85,10 @@ def backward(gate: Tensor, up: Tensor, dy: Tensor, kind: int = 0) -> tuple[Tenso
     cache = shape_cache(
         "swiglu_backward", f, gate.stride(0), up.stride(0), gate.dtype, dy.dtype, kind
     )
-    for start, grid in _grids(m, f):
+    for start in range(0, m if f else 0, MOST_ROWS):
         rows = (gate, up, dy, dg, du)
         launch(
-            cache, _swiglu_bwd_kernel, (*grid, 1),
+            cache, _swiglu_bwd_kernel, (cdiv(f, BLOCK), min(m - start, MOST_ROWS), 1),
             (*(x[start:] if start else x for x in rows), gate.stride(0), up.stride(0), f, BLOCK,
              kind),
             {"num_warps": 4},
