@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,20 +13,25 @@ from source_imports import circle, imports, modules, parsed
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "rlk_align"
 MODULES = modules(PACKAGE)
-IMPORTS = {name: imports(parsed(path), set(MODULES)) for name, path in MODULES.items()}
+
+
+@cache
+def imported() -> dict[str, set[str]]:
+    """Module -> what it imports. Only the process that runs these tests reads the sources."""
+    return {name: imports(parsed(path), set(MODULES)) for name, path in MODULES.items()}
 
 
 def own_imports(module: str) -> set[str]:
-    return {m for m in IMPORTS[module] if m.split(".")[0] == "rlk_align"}
+    return {m for m in imported()[module] if m.split(".")[0] == "rlk_align"}
 
 
 def test_the_reader_of_imports_sees_them() -> None:
-    found = IMPORTS["rlk_align.cli.gate"]
+    found = imported()["rlk_align.cli.gate"]
     assert {"rlk_align.cli.options", "rlk_align.api.judging", "typer"} <= found
-    assert "rlk_align.pipeline" in IMPORTS["rlk_align.cli.compare"]
-    assert "huggingface_hub" in IMPORTS["rlk_align.model.checkpoint"]
+    assert "rlk_align.pipeline" in imported()["rlk_align.cli.compare"]
+    assert "huggingface_hub" in imported()["rlk_align.model.checkpoint"]
     # It imports that one for the type checker alone.
-    assert "rlk_align.model.sites" in IMPORTS["rlk_align.selftest.faults.fault"]
+    assert "rlk_align.model.sites" in imported()["rlk_align.selftest.faults.fault"]
 
 
 def test_imports_have_no_circle() -> None:
@@ -229,7 +235,7 @@ def test_every_folder_of_the_engines_has_a_rule() -> None:
 
 
 def test_only_patch_imports_the_kernels() -> None:
-    for module, found in IMPORTS.items():
+    for module, found in imported().items():
         if module != "rlk_align.engines.patch":
             assert not [m for m in found if m.split(".")[0] == "rlk_kernels"], module
 

@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -45,8 +46,16 @@ FRAMEWORKS = {"trl": {"trl", "transformers", "vllm"}, "verl": {"verl", "hydra"}}
 integrations' kernels into the framework's engines."""
 
 
-TREES = {name: parsed(path) for name, path in MODULES.items()}
-IMPORTS = {name: imports(tree, set(MODULES)) for name, tree in TREES.items()}
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Module -> its source. Only the process that runs these tests reads it."""
+    return {name: parsed(path) for name, path in MODULES.items()}
+
+
+@cache
+def imported() -> dict[str, set[str]]:
+    """Module -> what it imports."""
+    return {name: imports(tree, set(MODULES)) for name, tree in trees().items()}
 
 
 def at_the_top(tree: ast.Module) -> ast.Module:
@@ -62,7 +71,7 @@ def folder(module: str) -> str:
 
 
 def test_imports_have_no_circle():
-    assert not circle(IMPORTS)
+    assert not circle(imported())
 
 
 def test_a_circle_through_a_function_is_noticed():
@@ -77,7 +86,7 @@ def test_a_folder_imports_what_lies_below_it(name):
     members = [m for m in MODULES if folder(m) == name]
     assert members
     for module in members:
-        own = {m for m in IMPORTS[module] if m.split(".")[0] == "rlk_kernels"}
+        own = {m for m in imported()[module] if m.split(".")[0] == "rlk_kernels"}
         # The integrations use the public names, as everybody else does.
         free = (*ROOT, "rlk_kernels") if name == "integrations" else ROOT
         wrong = {m for m in own if folder(m) not in (name, *BELOW[name]) and m not in free}
@@ -98,7 +107,7 @@ def integration(module: str) -> str:
 def test_only_torch_and_triton_are_imported_and_by_an_integration_its_own_engine():
     homes = ENGINES | FRAMEWORKS
     assert set(homes) <= {integration(m) for m in MODULES}
-    for module, found in IMPORTS.items():
+    for module, found in imported().items():
         third = {name.split(".")[0] for name in found} - set(sys.stdlib_module_names)
         own = homes.get(integration(module), set())
         assert third <= {"torch", "triton", "rlk_kernels"} | own, f"{module}: {third}"
@@ -109,21 +118,21 @@ def test_a_framework_is_not_imported_with_its_switch(name):
     """Settings are checked without it, and no engine's integration needs the switch."""
     package = f"rlk_kernels.integrations.{name}"
     for module in {package, f"{package}.hooks", f"{package}.settings"} & MODULES.keys():
-        top = imports(at_the_top(TREES[module]), set(MODULES))
+        top = imports(at_the_top(trees()[module]), set(MODULES))
         assert not {m.split(".")[0] for m in top} & (FRAMEWORKS[name] | {"torch"})
-    users = {integration(m) for m in MODULES if {integration(n) for n in IMPORTS[m]} >= {name}}
+    users = {integration(m) for m in MODULES if {integration(n) for n in imported()[m]} >= {name}}
     assert users <= {name}
 
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_integration_imports_its_engine_when_it_is_used_and_no_other(name):
     package = f"rlk_kernels.integrations.{name}"
-    top = imports(at_the_top(TREES[package]), set(MODULES))
+    top = imports(at_the_top(trees()[package]), set(MODULES))
     packages = {e for names in ENGINES.values() for e in names} | FRAMEWORKS.keys()
     assert not {m.split(".")[0] for m in top} & packages
     for module in MODULES:
         if integration(module) == name:
-            others = {integration(m) for m in IMPORTS[module]} & (
+            others = {integration(m) for m in imported()[module]} & (
                 ENGINES.keys() | FRAMEWORKS.keys()
             )
             others -= {name}
@@ -131,7 +140,7 @@ def test_an_integration_imports_its_engine_when_it_is_used_and_no_other(name):
 
 
 def test_nothing_else_imports_the_integrations():
-    for module, found in IMPORTS.items():
+    for module, found in imported().items():
         if folder(module) != "integrations":
             assert not {m for m in found if folder(m) == "integrations"}, module
 
@@ -160,8 +169,8 @@ def private_parts(tree: ast.AST) -> set[str]:
 
 
 def test_one_module_reaches_into_private_parts_of_torch_and_triton():
-    assert private_parts(TREES["rlk_kernels.private_api"])
-    for module, tree in TREES.items():
+    assert private_parts(trees()["rlk_kernels.private_api"])
+    for module, tree in trees().items():
         if module != "rlk_kernels.private_api" and folder(module) != "integrations":
             assert not private_parts(tree), module
 
@@ -186,7 +195,7 @@ def test_a_private_part_is_noticed(code):
 
 def needs_triton() -> set[str]:
     """Modules that cannot be imported without Triton."""
-    tops = {name: imports(at_the_top(tree), set(MODULES)) for name, tree in TREES.items()}
+    tops = {name: imports(at_the_top(tree), set(MODULES)) for name, tree in trees().items()}
     found = {name for name, top in tops.items() if {m.split(".")[0] for m in top} & {"triton"}}
     while True:
         more = {name for name, top in tops.items() if top & found} - found

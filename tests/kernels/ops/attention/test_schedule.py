@@ -194,10 +194,10 @@ def merges(monkeypatch):
 @pytest.mark.parametrize(
     ("lens", "window"),
     [
-        (([300], [300]), None),
-        (([300], [1000]), None),
-        (([130], [170]), CHUNK),
-        (([130, 0, 1, 90], [170, 5, 300, 90]), CHUNK),
+        pytest.param(([200], [200]), None, marks=pytest.mark.whole_matrix),
+        (([200], [300]), None),
+        pytest.param(([90], [130]), CHUNK, marks=pytest.mark.whole_matrix),
+        (([100, 0, 1, 50], [140, 5, 90, 50]), CHUNK),
     ],
 )
 def test_blocks_of_rows_that_are_one_piece_are_not_merged(lens, window, monkeypatch):
