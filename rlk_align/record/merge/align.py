@@ -10,7 +10,7 @@ from rlk_align.errors import BadOption
 from rlk_align.model.prompts import Prompt, TokenBatch, save_prompts
 from rlk_align.record.merge.history import old_values, read_digests
 from rlk_align.record.merge.recorded import Recorded, about, open_step
-from rlk_align.record.shared.layout import ADAPTER, steps_of
+from rlk_align.record.shared.layout import ADAPTER, reason_of, steps_of
 from rlk_align.results import SideName
 from rlk_align.trace.checksums import CHECKSUMS, add_checksums
 from rlk_align.trace.records import load_record, save_record, writing
@@ -99,7 +99,8 @@ def _missing(sides: dict[SideName, Recorded], together: set[str]) -> Iterator[st
             ranks = ", ".join(map(str, recorded.lost))
             yield (
                 f"{side}: {recorded.step} lacks the shards of {len(recorded.lost)} of "
-                f"{recorded.record.ranks} ranks, which did not complete them: {ranks}"
+                f"{recorded.record.ranks} ranks, which did not complete them: {ranks} "
+                f"({reason_of(recorded.step)})"
             )
         if missing := together - recorded.sequences.keys():
             yield (
