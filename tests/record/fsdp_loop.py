@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import jumping_clock
 import torch
 import torch.distributed as dist
 from full_disk import fill_disk
@@ -48,6 +49,8 @@ def packed(batch: list[list[int]], shift: int) -> dict[str, torch.Tensor]:
 
 folder, model, prompts, name = Path(sys.argv[1]), *sys.argv[2:5]
 fault = (sys.argv[5:] or [""])[0]
+if fault == "clock":
+    jumping_clock.plugin()
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 config = AutoConfig.from_pretrained(model)

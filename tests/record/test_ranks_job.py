@@ -218,6 +218,15 @@ def test_a_full_disk_before_the_forwards_costs_the_step(job: Job, trainer: str) 
     assert "model-00000-00000.safetensors" in incomplete_steps(job.folder / name)[3]
 
 
+def test_clocks_that_jump_change_nothing(job: Job, module_cli: Cli) -> None:
+    name, code, words = record(job, "fsdp2", "clock")
+    assert code == 0, words
+    outcome = job.compare(module_cli, name, steps="0 3")
+    assert outcome.verdict is not None, outcome.err
+    assert outcome.code == 0, outcome.out
+    assert outcome.verdict["coverage"]["fraction"] == 1
+
+
 @pytest.mark.parametrize("trainer", ["fsdp2", "tp2"])
 def test_a_second_job_is_refused_on_every_rank(job: Job, trainer: str) -> None:
     record(job, trainer)
