@@ -206,7 +206,9 @@ def refuse_replaced(model: Any) -> None:
     if any(type(m).__module__.partition(".")[0] == "rlk_kernels" for m in model.modules()):
         raise BadOption("a model with the kernels is not recorded", "record it without")
     if any(
-        hasattr(module, "_compiled_call_impl") and module._compiled_call_impl is not None
+        # What torch.compile returns, and what module.compile() changes.
+        type(module).__name__ == "OptimizedModule"
+        or getattr(module, "_compiled_call_impl", None) is not None
         for module in model.modules()
     ):
         raise BadOption(
