@@ -14,7 +14,7 @@ from rlk_align.errors import BadOption
 from rlk_align.judge.checks import check_operators
 from rlk_align.judge.contract import Contract
 from rlk_align.judge.load import default_contract, load_contract
-from rlk_align.model.checkpoint import default_model
+from rlk_align.model.checkpoint import default_model, resolve_model
 from rlk_align.model.dtypes import lower_precision
 from rlk_align.model.edges import passes_for
 from rlk_align.progress import Progress
@@ -123,7 +123,7 @@ def prepare(
 
         sides = {side: perturbed(each, side, run.folder) for side, each in sides.items()}
     if runs:
-        sides = _aligned(runs, sides, run, warn)
+        sides = _aligned(runs, sides, run, pair.model, warn)
     recorded = _recorded(sides, run)
     _check_recorded_kernels(recorded, pair.kernels)
     captured = pair.recorded_by(next(iter(recorded.values()))) if recorded else pair
@@ -183,7 +183,9 @@ def _sides(pair: Pair, runs: Sequence[str]) -> dict[SideName, Side]:
         rollout, train = (options.side(text, pair.kernels) for text in _engines(pair))
         return {"rollout": rollout, "train": train}
     # Options of a capture would have no effect here.
-    if len(runs) != 2 or pair.gives("layers", "sites"):
+    of_jobs = len(runs) == 2 and all(map(is_recording, runs))
+    given = replace(pair, model=None) if of_jobs else pair
+    if len(runs) != 2 or given.gives("layers", "sites"):
         raise BadOption(
             "two runs are compared as they are: give RUN_A RUN_B without engines, model, prompts "
             "or other options of a capture"
@@ -192,21 +194,34 @@ def _sides(pair: Pair, runs: Sequence[str]) -> dict[SideName, Side]:
 
 
 def _aligned(
-    runs: Sequence[str], sides: dict[SideName, Side], run: Run, warn: options.Warn
+    runs: Sequence[str],
+    sides: dict[SideName, Side],
+    run: Run,
+    model: str | None,
+    warn: options.Warn,
 ) -> dict[SideName, Side]:
     """Returns the sides themselves; for recordings of a job, runs with the sequences of both, which
-    are kept in the run's folder. Raises BadOption for a recording and a run."""
+    are kept in the run's folder. Raises BadOption for a recording and a run, and for a side
+    without a complete step."""
     of_jobs = [name for name in runs if is_recording(name)]
+    for name in runs:
+        lost = incomplete_steps(Path(name))
+        if lost and name not in of_jobs:
+            listed = "; ".join(f"step {step}: {reason}" for step, reason in lost.items())
+            raise BadOption(f"{name} has no complete step: {listed}", "record it again")
     if not of_jobs:
         return sides
     if len(of_jobs) != len(runs):
+        [other] = set(runs) - set(of_jobs)
+        what = "is no recording" if Path(other).exists() else "does not exist"
         raise BadOption(
-            f"{of_jobs[0]} was recorded in a job, and the other run was not",
+            f"{of_jobs[0]} was recorded in a job, and {other} {what}",
             "compare the rollout side of a job with its training side",
         )
     from rlk_align.record.merge.align import align
 
-    written, notes = align(runs, run.folder / RECORDED)
+    weights = None if model is None else resolve_model(model)
+    written, notes = align(runs, run.folder / RECORDED, weights)
     for note in notes:
         warn(note)
     for name in runs:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rlk_align.cli import options
 from rlk_align.errors import BadOption
 from rlk_align.progress import show_progress
-from rlk_align.record.imports.formats import FORMATS
+from rlk_align.record.imports.formats import FORMATS, detect
 from rlk_align.text import line
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def import_(
         str,
         typer.Argument(
             metavar="FORMAT",
-            help="Log-probs: auto, nemo-rl, prime-rl, slime, miles or jsonl. Recordings: "
+            help="auto; or, of log-probs: nemo-rl, prime-rl, slime, miles or jsonl; of recordings: "
             "sglang-dumper, msprobe or rl-kernel.",
         ),
     ],
@@ -68,6 +68,8 @@ def import_(
     ] = 0,
 ) -> None:
     """Turn the log-probs that a framework wrote into a run, or tensors into a recording."""
+    if format == "auto":
+        format = detect(paths) or format
     if format in FORMATS:
         from rlk_align.api.imports import import_recording
 

@@ -12,7 +12,8 @@ Importing this package imports neither torch nor an engine.
     vllm       the plug-in of vLLM
     sglang     the plug-in of SGLang
     train/     a trainer's step: recorder, recording, segments; its live model: libraries, live,
-               and a file for each library; its ranks: rank_attributes, rank_shard, weight_files
+               and a file for each library; its ranks: rank_attributes, rank_shard, weight_files;
+               lasting_writer: what a full disk must not end
     rollout/   a live engine's requests: settings; what it is asked: core; a step: server, window,
                step; taps: live_pass; vllm/ and sglang/: each engine's own part
     shared/    choose: which sequences both sides record; layout, shard: what both sides write;

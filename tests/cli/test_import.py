@@ -56,6 +56,34 @@ def test_a_mistake_has_code_2(cli: Cli, tmp_path: Path, words: list[str], said: 
     assert "Traceback" not in done.err
 
 
+@pytest.mark.parametrize(
+    ("file", "format"),
+    [
+        ("run/step=0___rank=0___dump_index=1___name=input_ids.pt", "sglang-dumper"),
+        ("step0/rank/dump.json", "msprobe"),
+        ("capture-manifest.json", "rl-kernel"),
+    ],
+)
+def test_auto_knows_the_recordings_of_other_tools(
+    cli: Cli, tmp_path: Path, file: str, format: str
+) -> None:
+    path = tmp_path / "tool" / file
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    for given in (tmp_path / "tool", path):
+        done = cli("import", "auto", given, "-o", tmp_path / "side")
+        assert done.code == 2
+        assert f"{format} files do not say which side they are of" in " ".join(done.err.split())
+    other = tmp_path / "tool/elsewhere/capture-manifest.json"
+    if format != "rl-kernel":
+        other.parent.mkdir()
+        other.write_text("{}")
+        done = cli("import", "auto", tmp_path / "tool", "-o", tmp_path / "side")
+        assert done.code == 2
+        assert "files of several formats" in done.err
+        assert format in done.err
+
+
 def test_what_a_file_says_is_printed_and_not_obeyed(cli: Cli, tmp_path: Path) -> None:
     record = RECORD | {"sampling": {"\x1b[2J[red]": 1}}
     dump = lines(tmp_path / "[bold]dump.jsonl", [record])

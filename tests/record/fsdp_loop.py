@@ -12,8 +12,10 @@ import sys
 import time
 from pathlib import Path
 
+import jumping_clock
 import torch
 import torch.distributed as dist
+from full_disk import fill_disk
 from peft import PeftModel
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -47,6 +49,8 @@ def packed(batch: list[list[int]], shift: int) -> dict[str, torch.Tensor]:
 
 folder, model, prompts, name = Path(sys.argv[1]), *sys.argv[2:5]
 fault = (sys.argv[5:] or [""])[0]
+if fault == "clock":
+    jumping_clock.plugin()
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 config = AutoConfig.from_pretrained(model)
@@ -77,7 +81,11 @@ for step in range(0 if fault == "undelivered" else 1, 4):
         # An update that the rollout does not get.
         trainer.reshard()
         layers[1].mlp.up_proj.weight.to_local().data.mul_(1.03125)
+    if step == 3 and fault == "full-weights" and rank == 0:
+        fill_disk(10_000)
     with recorder.step(step, json.loads(Path(prompts).read_text())):
+        if step == 3 and fault == "full" and rank == 1:
+            fill_disk(10_000)
         for start in range(0, len(mine), 2):
             batch = mine[start : start + 2]
             pack = fault in ("packed", "mask")

@@ -1,4 +1,5 @@
-"""A plugin of vLLM that makes the wall clock jump: an hour back, a day ahead, and so on."""
+"""A plugin of vLLM, which a trainer calls too, that makes the wall clock jump: an hour back, a day
+ahead, and so on."""
 
 import itertools
 import time

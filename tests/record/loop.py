@@ -1,7 +1,7 @@
 """A loop of reinforcement learning as a user writes it, that knows rlk-align by two lines.
 
 loop.py rollout FOLDER MODEL PROMPTS.json       vLLM samples, with RLK_RECORD in the environment
-loop.py train FOLDER MODEL PROMPTS.json [stale | theta]       a transformers model scores
+loop.py train FOLDER MODEL PROMPTS.json [stale | theta | unsaved]       a transformers model scores
 
 ADAPTER in the environment is the folder of a LoRA adapter that the part computes with.
 """
@@ -58,7 +58,8 @@ def train(folder: Path, model: str, prompts: list[list[int]], fault: str) -> Non
     if fault == "stale":
         with torch.no_grad():
             trainer.model.layers[1].mlp.up_proj.weight.mul_(1.03125)
-    recorder = record.trainer(trainer, str(folder / f"train{fault}"), every=1)
+    out = str(folder / f"train{fault}")
+    recorder = record.trainer(trainer, out, every=1, weights=fault != "unsaved")
     pairs = json.loads((folder / "ids.json").read_text())
     with recorder.step(0, prompts), torch.no_grad():
         for start in range(0, len(pairs), 2):

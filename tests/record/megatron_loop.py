@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from full_disk import fill_disk
 from megatron_on_cpu import on_cpu
 from torch.nn import functional
 from weights_for_megatron import load
@@ -163,7 +164,11 @@ for step in range(1, 4):
         else padded(group, length)
         for group, length in zip(mine, lengths, strict=True)
     ]
+    if step == 3 and fault == "full-weights" and rank == 0:
+        fill_disk(10_000)
     with recorder.step(step, json.loads(prompts.read_text())):
+        if step == 3 and fault == "full" and rank == 1:
+            fill_disk(10_000)
         pipeline_parallel.get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(batches) for _ in trainer] if virtual else iter(batches),

@@ -1,8 +1,14 @@
 """A job that is not ours records itself; the comparison afterwards says what `compare` says."""
 
+import shutil
+from pathlib import Path
+
 import pytest
-from command import Cli, command_line, require_engine, spec_here
+from changed_weights import save, tensors, trained
+from command import Cli, Outcome, command_line, require_engine, spec_here
 from recorded_job import Job, assert_same_rows, figures
+
+from rlk_align.data import data_path
 
 TRAINER = "hf:batch=2,padding=right"
 
@@ -60,3 +66,43 @@ def test_a_planted_fault_is_named(
     said = " ".join(allowed.out.split())
     assert by_side in said
     assert allowed.verdict["coverage"]["fraction"] == 1
+
+
+def words(outcome: Outcome) -> str:
+    return " ".join(outcome.out.split())
+
+
+def test_weights_that_were_not_saved_are_read_from_a_checkpoint_with_their_digests(
+    cli: Cli, tmp_path: Path
+) -> None:
+    require_engine("vllm")
+    checkpoint = shutil.copytree(data_path("model"), tmp_path / "checkpoint")
+    job = Job(tmp_path, count=4, model=checkpoint)
+    job.record_rollout()
+    job.run("train", "unsaved")
+    named = job.compare(cli, "trainunsaved")
+    assert named.verdict is not None, named.err
+    assert named.code == 0, named.out
+    unchecked = "operators were not checked against float64"
+    assert unchecked not in words(named)
+
+    moved = shutil.move(checkpoint, tmp_path / "moved")
+    without = job.compare(cli, "trainunsaved", into="without")
+    assert without.verdict is not None, without.err
+    assert "operators with weights are not recomputed" in without.err
+    assert f"{checkpoint} has none here" in without.err
+    assert "give the folder of the checkpoint by --model" in " ".join(without.err.split())
+    assert unchecked in words(without)
+
+    given = job.compare(cli, "trainunsaved", "--model", str(moved), into="given")
+    assert given.verdict is not None, given.err
+    assert figures(given.verdict) == figures(named.verdict)
+
+    other = save(tmp_path / "other", trained(tensors(), 1))
+    wrong = job.compare(cli, "trainunsaved", "--model", other, into="wrong")
+    assert wrong.verdict is not None, wrong.err
+    assert unchecked in words(wrong)
+    assert "in its engine differs from the checkpoint's" in words(wrong)
+
+    empty = job.compare(cli, "trainunsaved", "--model", str(tmp_path / "rollout"), into="empty")
+    assert empty.code == 2

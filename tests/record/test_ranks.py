@@ -219,7 +219,7 @@ def _unsupported(group: Any, folder: Path) -> list[str]:
 def test_what_is_refused_by_name(tmp_path: Path) -> None:
     for words in on_ranks(2, _unsupported, tmp_path):
         plain, replicas, part, mesh, other = words
-        assert "a trainer of 2 ranks without FSDP2 is not recorded" in plain
+        assert "a trainer of 2 ranks without FSDP2 or DeepSpeed is not recorded" in plain
         assert "DistributedDataParallel is not recorded" in replicas
         assert "without FSDP2" in part
         assert "a mesh of [1, 2]" in mesh

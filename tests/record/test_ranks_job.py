@@ -7,6 +7,8 @@ import pytest
 from command import Cli, command_line, require_engine, spec_here
 from recorded_job import Job, assert_same_rows, figures
 
+from rlk_align.record.shared.layout import incomplete_steps, steps_of
+
 
 @dataclass(frozen=True)
 class Trainer:
@@ -188,6 +190,41 @@ def test_a_killed_rank_is_named(job: Job, module_cli: Cli, trainer: str) -> None
     # What is complete is compared.
     sites = {site for each in lacking for site in each["site"].split(", ")}
     assert trainer == "fsdp2" or not any(site.startswith("layers.0.") for site in sites)
+
+
+@pytest.mark.parametrize("trainer", ["fsdp2", "pp2"])
+def test_a_full_disk_of_a_rank_costs_its_shard_alone(
+    job: Job, module_cli: Cli, trainer: str
+) -> None:
+    name, code, words = record(job, trainer, "full")
+    assert code == 0, words
+    assert "rlk-align lost step 3 of rank 1: the trace could not be written" in words
+    outcome = job.compare(module_cli, name, steps="0 3")
+    assert outcome.verdict is not None, outcome.err
+    assert outcome.code != 0
+    lacking = outcome.verdict["coverage"]["unpaired"]
+    assert lacking
+    assert all("train prefill, without the shard of rank 1," in each["reason"] for each in lacking)
+    assert 0 < outcome.verdict["coverage"]["fraction"] < 1
+    assert "did not complete them: 1 (the trace could not be written" in outcome.err
+
+
+@pytest.mark.parametrize("trainer", ["fsdp2", "tp2pp2"])
+def test_a_full_disk_before_the_forwards_costs_the_step(job: Job, trainer: str) -> None:
+    name, code, words = record(job, trainer, "full-weights")
+    assert code == 0, words
+    assert words.count("rlk-align does not record step 3") == TRAINERS[trainer].ranks
+    assert not steps_of(job.folder / name)
+    assert "model-00000-00000.safetensors" in incomplete_steps(job.folder / name)[3]
+
+
+def test_clocks_that_jump_change_nothing(job: Job, module_cli: Cli) -> None:
+    name, code, words = record(job, "fsdp2", "clock")
+    assert code == 0, words
+    outcome = job.compare(module_cli, name, steps="0 3")
+    assert outcome.verdict is not None, outcome.err
+    assert outcome.code == 0, outcome.out
+    assert outcome.verdict["coverage"]["fraction"] == 1
 
 
 @pytest.mark.parametrize("trainer", ["fsdp2", "tp2"])

@@ -3,13 +3,15 @@ refuses."""
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
+from command import Cli
 
 from rlk_align.api.pair import Pair
 from rlk_align.api.steps import recorded_steps
 from rlk_align.errors import BadOption, ToolError
-from rlk_align.record.shared.choose import LowestPrompts, lowest_prompts
+from rlk_align.record.shared.choose import LowestPrompts, Prompts, lowest_prompts
 from rlk_align.record.shared.layout import REASON, RECORDING, incomplete_steps, next_step, steps_of
 from rlk_align.record.shared.shard import SideFolder
 
@@ -54,6 +56,28 @@ def test_an_abandoned_step_keeps_its_reason_and_nothing_else(tmp_path: Path) -> 
     with pytest.raises(BadOption, match="recorded already"):
         side.begin(7)
     side.close()
+
+
+def test_a_side_without_a_complete_step_says_why(cli: Cli, tmp_path: Path) -> None:
+    for side, shard in (("rollout", "rank-0"), ("train", "rank-0.partial")):
+        folder = tmp_path / side / "step-00000003" / shard
+        folder.mkdir(parents=True)
+        (folder / RECORDING).write_text("{}")
+    (tmp_path / "train/step-00000003/rank-0.partial" / REASON).write_text("the disk was full")
+    for other, said in (
+        ("train", "has no complete step: step 3: the disk was full"),
+        ("nothing", "nothing does not exist"),
+        ("", f"and {tmp_path} is no recording"),
+    ):
+        done = cli("compare", tmp_path / "rollout", tmp_path / other, "--run-dir", tmp_path / "run")
+        assert done.code == 2
+        assert said in " ".join(done.err.split())
+
+
+@pytest.mark.parametrize("prompts", [["a text"], [[1, 2], "three"], [[[1, 2]]], 5])
+def test_prompts_are_token_ids(prompts: Any) -> None:
+    with pytest.raises(BadOption, match="not lists of token ids"):
+        Prompts(prompts)
 
 
 def test_steps_are_numbers_of_two_sides(tmp_path: Path) -> None:

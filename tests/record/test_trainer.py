@@ -196,6 +196,8 @@ def test_what_is_refused(recorder: Recorder, model: Any, tmp_path: Path) -> None
     ):
         with pytest.raises(BadOption, match=said):
             record.trainer(model, str(tmp_path / "other"), **settings)  # type: ignore[arg-type]
+    with pytest.raises(BadOption, match="a compiled model is not recorded"):
+        record.trainer(torch.compile(model), str(tmp_path / "other"))
     with pytest.raises(BadOption, match="not a causal LM"):
         record.trainer(torch.nn.Linear(1, 1), str(tmp_path / "other"))
     # A step that failed leaves nothing, and may be recorded again.

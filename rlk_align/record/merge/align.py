@@ -10,7 +10,7 @@ from rlk_align.errors import BadOption
 from rlk_align.model.prompts import Prompt, TokenBatch, save_prompts
 from rlk_align.record.merge.history import old_values, read_digests
 from rlk_align.record.merge.recorded import Recorded, about, open_step
-from rlk_align.record.shared.layout import ADAPTER, steps_of
+from rlk_align.record.shared.layout import ADAPTER, reason_of, steps_of
 from rlk_align.results import SideName
 from rlk_align.trace.checksums import CHECKSUMS, add_checksums
 from rlk_align.trace.records import load_record, save_record, writing
@@ -20,12 +20,16 @@ from rlk_align.trace.run_folder import RUN_JSON
 from rlk_align.trace.schema import TRACE_FILES, TraceRecord
 
 
-def align(names: Sequence[str], folder: Path) -> tuple[dict[SideName, Path], list[str]]:
+def align(
+    names: Sequence[str], folder: Path, model: Path | None = None
+) -> tuple[dict[SideName, Path], list[str]]:
     """Writes a run for each side below `folder`, and returns them with what a reader should know.
 
     names: the folders of the rollout side and of the training side, or of one step of each. From
     two sides the last step that both have is taken. Sequences of either side are in both runs: the
-    rows that a side lacks are missing there.
+    rows that a side lacks are missing there. model: a checkpoint with the weights that operators
+    are recomputed with, where their digests are the recorded ones; by default those that a side
+    saved, or the checkpoint that it names.
 
     Raises BadOption for sides in another order, without a common step or a common sequence, and
     CorruptTrace for a changed file.
@@ -51,14 +55,13 @@ def align(names: Sequence[str], folder: Path) -> tuple[dict[SideName, Path], lis
     batch = TokenBatch(tuple(together.values()))
     with writing(folder):
         shutil.rmtree(folder, ignore_errors=True)
-    models = (each.about / "model" for each in (train, rollout))
-    model = next((path for path in models if any(path.glob("*.safetensors"))), None)
+    weights = _weights(recorded, model)
     old = _old_weights(rollout, train)
     written = {
-        side: _write_run(folder / side, each, list(together), batch, model, old)
-        for side, each in sides.items()
+        side: _write_run(folder / side, each, list(together), batch, checkpoint, old)
+        for (side, each), checkpoint in zip(sides.items(), weights, strict=True)
     }
-    return written, list(_missing(sides, set(together)))
+    return written, [*_missing(sides, set(together)), *_without_weights(recorded, weights)]
 
 
 def _steps(rollout: Path, train: Path) -> tuple[Path, Path]:
@@ -93,13 +96,47 @@ def _old_weights(rollout: Recorded, train: Recorded) -> dict[str, str]:
     return old_values(read_digests(rollout.about), read_digests(train.about), earlier)
 
 
+def _weights(sides: Sequence[Recorded], model: Path | None) -> list[Path | None]:
+    """The checkpoint that the operators of each side are recomputed with; None if none is here.
+    Raises BadOption for a model without weights."""
+    if model is not None and not _holds(model):
+        raise BadOption(f"--model {model} has no *.safetensors", "name a checkpoint's folder")
+    given = [] if model is None else [model]
+    saved = [each.about / "model" for each in reversed(sides)]
+    named = [Path(_trace(each).model) for each in sides]
+    return [
+        next((path for path in (*given, *saved, own, *named) if _holds(path)), None)
+        for own in named
+    ]
+
+
+def _holds(path: Path) -> bool:
+    """Whether a folder has the weights of a checkpoint."""
+    return any(path.glob("*.safetensors"))
+
+
+def _trace(recorded: Recorded) -> TraceRecord:
+    return load_record(TraceRecord, recorded.about / "trace.json")
+
+
+def _without_weights(sides: Sequence[Recorded], weights: Sequence[Path | None]) -> Iterator[str]:
+    for recorded, checkpoint in zip(sides, weights, strict=True):
+        if checkpoint is None:
+            yield (
+                f"operators with weights are not recomputed: {recorded.step} has none "
+                f"(weights=False), and {_trace(recorded).model} has none here; give the folder of "
+                "the checkpoint by --model"
+            )
+
+
 def _missing(sides: dict[SideName, Recorded], together: set[str]) -> Iterator[str]:
     for side, recorded in sides.items():
         if recorded.lost:
             ranks = ", ".join(map(str, recorded.lost))
             yield (
                 f"{side}: {recorded.step} lacks the shards of {len(recorded.lost)} of "
-                f"{recorded.record.ranks} ranks, which did not complete them: {ranks}"
+                f"{recorded.record.ranks} ranks, which did not complete them: {ranks} "
+                f"({reason_of(recorded.step)})"
             )
         if missing := together - recorded.sequences.keys():
             yield (
@@ -116,8 +153,8 @@ def _write_run(
     model: Path | None,
     old: dict[str, str],
 ) -> Path:
-    """Writes one side as a run with a single capture. model: the folder with the live weights of
-    the step, if they were saved; old: as `TraceRecord.old_weights`."""
+    """Writes one side as a run with a single capture. model: the checkpoint that operators are
+    recomputed with; old: as `TraceRecord.old_weights`."""
     trace = folder / "captures" / "recorded"
     with writing(trace):
         trace.mkdir(parents=True)
@@ -131,7 +168,7 @@ def _write_run(
             [Prompt(s.prompt_id, None, s.prompt_ids) for s in batch.samples],
             trace / "prompts.jsonl",
         )
-    record = load_record(TraceRecord, recorded.about / "trace.json")
+    record = _trace(recorded)
     update: dict[str, Any] = {
         "prompt_ids": {s.prompt_id: list(s.prompt_ids) for s in batch.samples},
         "recorded": f"step {recorded.record.step} of the job",
@@ -143,7 +180,9 @@ def _write_run(
         update["adapters"] = [
             each and each.model_copy(update={"path": path}) for each in record.adapters
         ]
-    if model is not None:
+    # Without weights, the recorded config.json says what the operators are.
+    model = model or recorded.about / "model"
+    if model.exists():
         update["model"] = str(model.resolve())
     save_record(record.model_copy(update=update), trace / "trace.json")
     passes = [f"{name}/pass.json" for name in recorded.record.passes]

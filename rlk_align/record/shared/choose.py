@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from rlk_align.errors import BadOption
+
 Key = tuple[str, str]
 """The hashes of a sequence's prompt and of the whole sequence."""
 
@@ -25,7 +27,14 @@ class Prompts:
     """The prompts of a step, by their hashes."""
 
     def __init__(self, prompts: Iterable[Sequence[int]]) -> None:
-        self.by_hash = {prefix_hash(ids): tuple(map(int, ids)) for ids in prompts}
+        """Raises BadOption for prompts that are not token ids."""
+        try:
+            self.by_hash = {prefix_hash(ids): tuple(map(int, ids)) for ids in prompts}
+        except (TypeError, ValueError) as error:
+            raise BadOption(
+                f"the prompts of the step are not lists of token ids: {error}",
+                "give a list of the token ids of each prompt, without padding",
+            ) from error
         self._lengths = sorted({len(ids) for ids in self.by_hash.values()}, reverse=True)
 
     def of(self, ids: Sequence[int]) -> tuple[str, int] | None:

@@ -100,7 +100,7 @@ def shards_of(step: Path) -> list[Path]:
 def incomplete_steps(side: Path) -> dict[int, str]:
     """Step -> why it is not complete."""
     return {
-        step: _reason(path) for step, path in _step_folders(side).items() if not shards_of(path)
+        step: reason_of(path) for step, path in _step_folders(side).items() if not shards_of(path)
     }
 
 
@@ -120,6 +120,7 @@ def _step_folders(side: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def _reason(step: Path) -> str:
+def reason_of(step: Path) -> str:
+    """Why shards of a step are not complete."""
     said = [path.read_text("utf-8", "replace") for path in sorted(step.glob(f"*/{REASON}"))]
-    return "; ".join(said) or "its process was ended, or still records it"
+    return "; ".join(dict.fromkeys(said)) or "a process was ended, or still records it"

@@ -26,7 +26,7 @@ from rlk_align.record.shared.layout import (
     RecordingRecord,
     step_folder,
 )
-from rlk_align.record.shared.together import on_all
+from rlk_align.record.shared.together import on_all, on_first
 from rlk_align.results import SideName
 from rlk_align.trace.checksums import add_checksums
 from rlk_align.trace.records import save_record, writing
@@ -85,12 +85,9 @@ class SideFolder:
         """The shard of a step, which gets its name when the context ends without an error. Raises
         BadOption if the step is recorded already."""
         shard = self.begin(step)
-        try:
+        with shard.abandoned_on_error():
             yield shard
             shard.complete()
-        except BaseException as error:
-            shard.abandon(str(error) or type(error).__name__)
-            raise
 
     def begin(self, step: int) -> "Shard":
         """A shard that the caller completes or abandons. Raises BadOption if the step is recorded
@@ -114,6 +111,8 @@ class Shard:
 
     files: tuple[str, ...] = TRACE_FILES
     """The files outside the passes."""
+    writers: type[PassWriter] = PassWriter
+    """What writes a pass."""
 
     def __init__(self, path: Path, side: SideName, step: int, budget: int) -> None:
         self.path, self._side, self._step, self._budget = path, side, step, budget
@@ -144,7 +143,7 @@ class Shard:
             sites=(),
         )
         ranks = engine.ranks
-        on_all(ranks, lambda: None if ranks.rank else self.save_prompts(prompts))
+        on_first(ranks, lambda: self.save_prompts(prompts))
         on_all(ranks, lambda: write_manifest(job, engine, {}))
         self._engine = engine
 
@@ -168,7 +167,7 @@ class Shard:
     def open_pass(self, name: str, keep: KeepValues, **more: Any) -> PassWriter:
         """The writer of a pass, with these arguments of `PassWriter`."""
         self._passes.append(name)
-        return PassWriter(self.path / name, keep, **more)
+        return self.writers(self.path / name, keep, **more)
 
     def finish(
         self,
@@ -201,6 +200,15 @@ class Shard:
         final = self.path.with_name(self.path.name.removesuffix(PARTIAL))
         with writing(final):
             os.replace(self.path, final)
+
+    @contextmanager
+    def abandoned_on_error(self) -> Iterator[None]:
+        """Gives the shard up if an error leaves the context."""
+        try:
+            yield
+        except BaseException as error:
+            self.abandon(str(error) or type(error).__name__)
+            raise
 
     def abandon(self, reason: str) -> None:
         """Removes what was written, and leaves the reason, if the file system takes it."""

@@ -38,3 +38,8 @@ def on_all(ranks: Ranks, act: Callable[[], T]) -> T:
             kind, message, fix = of_rank
             raise kind(f"rank {rank}: {message}", fix)
     return result
+
+
+def on_first(ranks: Ranks, act: Callable[[], None]) -> None:
+    """Has rank 0 act. Every rank calls this, and raises the RlkError of rank 0."""
+    on_all(ranks, lambda: None if ranks.rank else act())

@@ -24,6 +24,7 @@ from rlk_align.record.train.live import ForwardInput, Live
 from rlk_align.record.train.recorded_engine import RecordedHF
 from rlk_align.record.train.segments import Chosen, rows_of, segments
 from rlk_align.record.train.weight_files import WeightFiles
+from rlk_align.trace.records import writing
 from rlk_align.trace.writer import PassWriter
 
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seqlens")
@@ -47,7 +48,6 @@ class LiveHF(Live):
 
     def open(self, folder: Path, about: Path) -> RecordedHF:
         config = folder / "model"
-        config.mkdir()
         self._save_config(config)
         shape, (name, kind) = read_shape(config), self.recorded
         engine = kind(EngineSpec(name, self._options()).canonical(shape.dtype), config, shape)
@@ -58,7 +58,6 @@ class LiveHF(Live):
         if self._weights:
             engine.files = WeightFiles(about / "model", shape.family.modules, self.ranks.rank)
             if self.ranks.rank == 0:
-                engine.files.folder.mkdir(exist_ok=True)
                 self._save_config(engine.files.folder)
         self.engine = engine
         return engine
@@ -68,10 +67,12 @@ class LiveHF(Live):
 
     def _save_config(self, folder: Path) -> None:
         """Writes the config.json of the checkpoint that was loaded, or else the model's own."""
-        if self._source is not None:
-            shutil.copyfile(self._source / "config.json", folder / "config.json")
-        else:
-            self.model.config.save_pretrained(folder)
+        with writing(folder):
+            folder.mkdir(exist_ok=True)
+            if self._source is not None:
+                shutil.copyfile(self._source / "config.json", folder / "config.json")
+            else:
+                self.model.config.save_pretrained(folder)
 
     def _options(self) -> dict[str, OptionValue]:
         options: dict[str, OptionValue] = {
@@ -205,7 +206,9 @@ def refuse_replaced(model: Any) -> None:
     if any(type(m).__module__.partition(".")[0] == "rlk_kernels" for m in model.modules()):
         raise BadOption("a model with the kernels is not recorded", "record it without")
     if any(
-        hasattr(module, "_compiled_call_impl") and module._compiled_call_impl is not None
+        # What torch.compile returns, and what module.compile() changes.
+        type(module).__name__ == "OptimizedModule"
+        or getattr(module, "_compiled_call_impl", None) is not None
         for module in model.modules()
     ):
         raise BadOption(

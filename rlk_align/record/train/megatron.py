@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,14 @@ from rlk_align.errors import BadOption
 from rlk_align.model.checkpoint import EXPERT, resolve_model
 from rlk_align.model.shape import ModelShape, read_shape
 from rlk_align.record.shared.choose import Key
-from rlk_align.record.shared.together import of_all
+from rlk_align.record.shared.together import of_all, on_all, on_first
 from rlk_align.record.train.hf import refuse_autocast, refuse_replaced, to_numpy
 from rlk_align.record.train.live import ForwardInput, Live
 from rlk_align.record.train.megatron_limits import check_chunk, check_grid, gpt_models
 from rlk_align.record.train.rank_attributes import of_ranks
 from rlk_align.record.train.segments import Chosen, rows_of, segments
 from rlk_align.record.train.weight_files import WeightFiles, write_index
+from rlk_align.trace.records import writing
 from rlk_align.trace.writer import PassWriter
 
 _ARGUMENTS = ("input_ids", "position_ids", "attention_mask")
@@ -86,8 +88,9 @@ class LiveMegatron(Live):
 
     def open(self, folder: Path, about: Path) -> "_Engine":
         config = folder / "model" / "config.json"
-        config.parent.mkdir()
-        shutil.copyfile(self._source / "config.json", config)
+        with writing(config):
+            config.parent.mkdir()
+            shutil.copyfile(self._source / "config.json", config)
         shape = read_shape(config.parent)
         for part in self.parts:
             part._describe(config.parent, shape)
@@ -96,8 +99,9 @@ class LiveMegatron(Live):
         if self._weights:
             engine.files = WeightFiles(about / "model", shape.family.modules, self.ranks.rank)
             if self.ranks.rank == 0:
-                engine.files.folder.mkdir(exist_ok=True)
-                shutil.copyfile(config, engine.files.folder / "config.json")
+                with writing(engine.files.folder):
+                    engine.files.folder.mkdir(exist_ok=True)
+                    shutil.copyfile(config, engine.files.folder / "config.json")
         return engine
 
     def _describe(self, config: Path, shape: ModelShape) -> None:
@@ -275,10 +279,10 @@ class _Engine(MegatronEngine):
             yield parameter
         if self.files is None:
             return
-        self.files.flush()
-        written = of_all(self.ranks, self.files.written)
-        if self.ranks.rank == 0:
-            write_index(self.files.folder, {t: f for each in written for t, f in each.items()})
+        on_all(self.ranks, self.files.finish)
+        every = of_all(self.ranks, self.files.written)
+        written = {tensor: file for of_rank in every for tensor, file in of_rank.items()}
+        on_first(self.ranks, partial(write_index, self.files.folder, written))
 
     def facts(self) -> list[dict[str, Any]]:
         return [*chain.from_iterable(map(MegatronEngine.facts, self.parts))]

@@ -8,15 +8,14 @@ rank-N/     the passes of one rank, and the tokens of its sequences
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlk_align.engines.base import Engine
 from rlk_align.engines.process.ranks import Ranks
 from rlk_align.errors import BadOption
-from rlk_align.record.shared.layout import RECORDING, SHARED, SHARED_FILES, step_folder
+from rlk_align.record.shared.layout import PARTIAL, RECORDING, SHARED, SHARED_FILES, step_folder
 from rlk_align.record.shared.shard import Shard, SideFolder
 from rlk_align.record.shared.together import of_all, on_all
 from rlk_align.trace.checksums import add_checksums
@@ -37,26 +36,14 @@ class RankFolder(SideFolder):
     def _take(self, folder: str | Path, budget: int) -> None:
         super().__init__(folder, "train", budget, self._ranks.rank)
 
-    @contextmanager
-    def shard(self, step: int) -> Iterator[Shard]:
-        """This rank's shard of a step; all ranks enter the context. A shard gets its name when its
-        own rank leaves it without an error. Raises BadOption on every rank if a shard of the step
-        is complete."""
+    def begin(self, step: int) -> Shard:
+        """This rank's shard of a step; all ranks call this, and each completes or abandons its own.
+        Raises BadOption on every rank if a shard of the step is complete."""
         folder = step_folder(self.path, step)
+        partial = folder / f"rank-{self._ranks.rank}{PARTIAL}"
         on_all(self._ranks, lambda: self._clear(folder, step))
-        final = folder / f"rank-{self._ranks.rank}"
-        partial = final.with_name(f"{final.name}.partial")
-        with writing(partial):
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        shard = RankShard(partial, step, self._budget, self._ranks, self._replica, self._job)
-        try:
-            yield shard
-            with writing(final):
-                os.replace(partial, final)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+        on_all(self._ranks, lambda: _make_anew(partial))
+        return RankShard(partial, step, self._budget, self._ranks, self._replica, self._job)
 
     def _clear(self, folder: Path, step: int) -> None:
         """Removes what an incomplete recording left, on rank 0."""
@@ -72,6 +59,12 @@ class RankFolder(SideFolder):
                 for name in (SHARED, f"{SHARED}.partial"):
                     shutil.rmtree(folder / name, ignore_errors=True)
                 (folder / f"{SHARED}.partial").mkdir(parents=True)
+
+
+def _make_anew(folder: Path) -> None:
+    with writing(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
 
 
 class RankShard(Shard):

@@ -3,6 +3,7 @@ its adapter as they gather them."""
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rlk_align.engines.common.parameters import LiveParameter
 from rlk_align.engines.deepspeed.engine import DeepSpeedEngine
 from rlk_align.engines.hf.engine import HFEngine
 from rlk_align.engines.hf.fsdp import FSDPEngine
+from rlk_align.record.shared.together import on_first
 from rlk_align.record.train.adapter import ActiveAdapter, write_adapter
 from rlk_align.record.train.rank_attributes import of_ranks
 from rlk_align.record.train.weight_files import WeightFiles, write_index
@@ -31,25 +33,31 @@ class RecordedHF(HFEngine):
             if self.files is not None:
                 self.files.add(parameter.name, parameter.value)
             yield parameter
-        if self.files is not None and self.ranks.rank == 0:
-            self.files.flush()
-            write_index(self.files.folder, self.files.written)
+        if self.files is not None:
+            on_first(self.ranks, partial(_finish, self.files))
 
     def adapters(self) -> list[LoraRecord | None]:
-        if self.active is None:
+        active = self.active
+        if active is None:
             return []
         # Copies, because ranks may share these factors again as soon as the next ones are gathered.
         live = [
             replace(each, a=each.a.clone(), b=each.b.clone())
-            for each in self.live_adapter(self.active.name)
+            for each in self.live_adapter(active.name)
         ]
+        folder, modules = self.adapter_folder, self.shape.family.modules
+        on_first(self.ranks, lambda: write_adapter(folder, active, live, modules))
         if self.ranks.rank:
             return []
-        write_adapter(self.adapter_folder, self.active, live, self.shape.family.modules)
         return [record_adapter(str(self.adapter_folder), live, self.compute_dtype)]
 
     def attributes(self) -> dict[str, Any]:
         return of_ranks(self.ranks, super().attributes())
+
+
+def _finish(files: WeightFiles) -> None:
+    files.finish()
+    write_index(files.folder, files.written)
 
 
 class RecordedFSDP(RecordedHF, FSDPEngine):

@@ -1,17 +1,21 @@
 """Records some sequences of some steps of a trainer."""
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
 
-from rlk_align.errors import BadOption
+from rlk_align.errors import BadOption, TraceNotWritten
 from rlk_align.record.shared.choose import Prompts
-from rlk_align.record.shared.shard import SCORED, SideFolder
+from rlk_align.record.shared.shard import SCORED, Shard, SideFolder
 from rlk_align.record.shared.together import on_all
+from rlk_align.record.train.lasting_writer import LastingWriter
 from rlk_align.record.train.live import Live
 from rlk_align.record.train.rank_shard import RankFolder
 from rlk_align.record.train.recording import Recording
+
+_log = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -40,7 +44,8 @@ class Recorder:
         prompts: the token ids of each prompt of the step. A sequence that begins with one of them
         is seen; the first forward of a sequence counts, so one that gradient checkpointing repeats
         does not. The context has to hold the forwards of the whole step, because the sequences with
-        the lowest hashes among all of them are recorded.
+        the lowest hashes among all of them are recorded. If files cannot be written, as on a full
+        disk, the step is not recorded, with a warning, and the context goes on.
 
         Raises BadOption if the step is recorded already, if the model runs under autocast, or if no
         sequence begins with one of the prompts.
@@ -49,18 +54,35 @@ class Recorder:
             yield
             return
         known = Prompts(prompts)
-        with self._folder.shard(number) as shard:
-            with torch.no_grad():
-                engine = on_all(self._live.ranks, lambda: self._live.open(shard.path, shard.about))
-                shard.describe(engine, known.by_hash.values())
-            with ExitStack() as opened:
-                writers = {name: opened.enter_context(shard.writer(name)) for name in SCORED}
-                # The parts see the same sequences in the same order, and so number them alike.
-                recordings = [
-                    Recording(part, known, self._sequences, writers) for part in self._live.parts
-                ]
+        try:
+            shard, recordings = self._open(number, known)
+        except TraceNotWritten as error:  # on every rank
+            _log.warning("rlk-align does not record step %d: %s", number, error)
+            yield
+            return
+        try:
+            with shard.abandoned_on_error():
                 with ExitStack() as attached:
                     for recording in recordings:
                         attached.enter_context(recording.attach())
                     yield
                 recordings[0].finish(shard)
+                shard.complete()
+        except TraceNotWritten as error:
+            rank = self._live.ranks.rank
+            _log.warning("rlk-align lost step %d of rank %d: %s", number, rank, error)
+
+    def _open(self, number: int, known: Prompts) -> tuple[Shard, list[Recording]]:
+        """The shard of a step, and what records each part of the model. Errors are those of any
+        rank, on every rank."""
+        shard, ranks = self._folder.begin(number), self._live.ranks
+        with shard.abandoned_on_error():
+            with torch.no_grad():
+                engine = on_all(ranks, lambda: self._live.open(shard.path, shard.about))
+                shard.describe(engine, known.by_hash.values())
+            shard.writers = LastingWriter
+            writers = on_all(ranks, lambda: {name: shard.writer(name) for name in SCORED})
+        # The parts see the same sequences in the same order, and so number them alike.
+        return shard, [
+            Recording(part, known, self._sequences, writers) for part in self._live.parts
+        ]

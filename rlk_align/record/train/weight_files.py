@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from rlk_align.errors import TraceNotWritten
 from rlk_align.model.checkpoint import tensor_name
 from rlk_align.trace.records import writing
 
@@ -24,18 +25,29 @@ class WeightFiles:
         self._bytes = 0
         self.written: dict[str, str] = {}
         """Tensor -> its file."""
+        self._failure: TraceNotWritten | None = None
 
     def add(self, parameter: str, value: torch.Tensor) -> None:
-        """Takes a canonical parameter, whole."""
+        """Takes a canonical parameter, whole. Raises nothing while ranks gather parameters."""
+        if self._failure is not None:
+            return
         name = tensor_name(parameter, self._modules)
         # A copy: a tied head shares the memory of the embedding, which safetensors refuses.
         self._tensors[name] = value.detach().to("cpu", copy=True).contiguous()
         self._bytes += value.numel() * value.element_size()
         if self._bytes >= FILE_BYTES:
-            self.flush()
+            try:
+                self._flush()
+            except TraceNotWritten as error:
+                self._failure = error
 
-    def flush(self) -> None:
-        """Writes what was collected."""
+    def finish(self) -> None:
+        """Writes what is left. Raises TraceNotWritten if any file could not be written."""
+        if self._failure is not None:
+            raise self._failure
+        self._flush()
+
+    def _flush(self) -> None:
         if not self._tensors:
             return
         number = len(set(self.written.values()))
