@@ -8,6 +8,7 @@ import torch
 from kernel_suite import LIMIT, rand
 from rlk_kernels.integrations import profile
 from rlk_kernels.launching import cdiv
+from rlk_kernels.ops.head_linear import launch
 from rlk_kernels.ops.latent_attention import on_hopper, on_triton
 from rlk_kernels.ops.latent_attention.operator import latent_attention_ref
 
@@ -249,3 +250,21 @@ def test_calls_on_several_streams_do_not_meet_on_hopper():
                 outputs.append((on_triton.forward(*arguments, special=True)[0], wanted))
     torch.cuda.synchronize()
     assert all(torch.equal(out, wanted) for out, wanted in outputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "width"), [(128, 128), (20, 192)])
+def test_products_by_head_have_the_bits_of_linear(heads, width, dtype):
+    both = rand(heads, width + 128, L, dtype=dtype, device="cuda", seed=1)
+    keys, values = both[:, :width].mT, both[:, width:]
+    for tokens in (1, 7, 33, 90, 300, 1025):
+        q = rand(tokens, heads, width + R, dtype=dtype, device="cuda", seed=2)
+        x = rand(tokens, heads, L, dtype=dtype, device="cuda", seed=3)
+        assert launch.can_run(q[..., :width], keys)
+        assert launch.can_run(x, values)
+        whole = rk.head_linear(q[..., :width], keys, q[..., width:])
+        out = rk.head_linear(x, values)
+        assert torch.equal(whole[..., L:], q[..., width:])
+        for h in range(0, heads, 3):
+            assert torch.equal(whole[:, h, :L], rk.linear(q[:, h, :width].contiguous(), keys[h]))
+            assert torch.equal(out[:, h], rk.linear(x[:, h].contiguous(), values[h]))
