@@ -133,6 +133,21 @@ def test_sinks_in_prefill_decode_and_training(dim, window):
     assert torch.equal(paged, alone[-1:])
 
 
+@pytest.mark.parametrize("dim", [16, 64, 128, 256])
+def test_sinks_are_added_in_place_once(dim):
+    """Every warp of a program reads all log-sum-exps that the program replaces."""
+    cu = torch.tensor([0, 3000], device="cuda")
+    q, k, v = (rand(3000, h, dim, seed=h) for h in (8, 2, 4))
+    v, sinks = v[:, :2].contiguous(), rand(8, dtype=torch.bfloat16, seed=6)
+    plain, lse = rk.attention(q, k, v, cu, cu, return_lse=True)
+    wanted = torch.logaddexp(lse.double(), sinks.double()[:, None])
+    share = (lse.double() - wanted).exp().T[..., None]
+    for _ in range(20):
+        out, with_sinks = rk.attention(q, k, v, cu, cu, sinks=sinks, return_lse=True)
+        assert float((with_sinks.double() - wanted).abs().max()) < 1e-5
+        assert float((out.double() - plain.double() * share).abs().max()) < 0.02
+
+
 @pytest.mark.parametrize(
     ("options", "dim", "dtype"),
     pairwise([{}, {"window": 100}, {"sinks": True}], [64, 128, 256], DTYPES),

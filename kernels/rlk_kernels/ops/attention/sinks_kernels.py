@@ -33,10 +33,12 @@ def _add_sinks_kernel(
     lse_at = lse_ptr + heads.to(tl.int64) * T + token
     lse = tl.load(lse_at, mask=heads < H, other=0.0)
     more = _more(lse, tl.load(sinks_ptr + heads, mask=heads < H, other=0.0).to(tl.float32))
-    tl.store(lse_at, more, mask=heads < H)
     at = (token * H + heads)[:, None] * D + dims
     mask = (heads[:, None] < H) & (dims < D)
     out = tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    # Several warps read the same numbers: each must have them before any is replaced.
+    tl.debug_barrier()
+    tl.store(lse_at, more, mask=heads < H)
     out = out * _share(lse, more)[:, None]
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
 
