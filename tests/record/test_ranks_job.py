@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from command import Cli, command_line, require_engine, spec_here
@@ -176,17 +177,24 @@ def test_a_shifted_mask_of_a_packed_batch_is_named(
             assert mismatches[-1]["ranks"] == ([0] if trainer == "fsdp2" else [])
 
 
-@pytest.mark.parametrize("trainer", ["fsdp2", "pp2", "pp2vp2"])
-def test_a_killed_rank_is_named(job: Job, module_cli: Cli, trainer: str) -> None:
-    name, code, words = record(job, trainer, "killed")
-    assert code != 0, words
-    outcome = job.compare(module_cli, name, steps="0 3")
+def compared_without_rank_1(job: Job, cli: Cli, name: str) -> tuple[list[Any], str]:
+    """Compares what is complete, and sees that the missing shard is named; (rows that are not
+    paired, what was printed)."""
+    outcome = job.compare(cli, name, steps="0 3")
     assert outcome.verdict is not None, outcome.err
     assert outcome.code != 0
     lacking = outcome.verdict["coverage"]["unpaired"]
     assert lacking
     assert all("train prefill, without the shard of rank 1," in each["reason"] for each in lacking)
     assert 0 < outcome.verdict["coverage"]["fraction"] < 1
+    return lacking, outcome.err
+
+
+@pytest.mark.parametrize("trainer", ["fsdp2", "pp2", "pp2vp2"])
+def test_a_killed_rank_is_named(job: Job, module_cli: Cli, trainer: str) -> None:
+    name, code, words = record(job, trainer, "killed")
+    assert code != 0, words
+    lacking, _ = compared_without_rank_1(job, module_cli, name)
     # What is complete is compared.
     sites = {site for each in lacking for site in each["site"].split(", ")}
     assert trainer == "fsdp2" or not any(site.startswith("layers.0.") for site in sites)
@@ -199,14 +207,8 @@ def test_a_full_disk_of_a_rank_costs_its_shard_alone(
     name, code, words = record(job, trainer, "full")
     assert code == 0, words
     assert "rlk-align lost step 3 of rank 1: the trace could not be written" in words
-    outcome = job.compare(module_cli, name, steps="0 3")
-    assert outcome.verdict is not None, outcome.err
-    assert outcome.code != 0
-    lacking = outcome.verdict["coverage"]["unpaired"]
-    assert lacking
-    assert all("train prefill, without the shard of rank 1," in each["reason"] for each in lacking)
-    assert 0 < outcome.verdict["coverage"]["fraction"] < 1
-    assert "did not complete them: 1 (the trace could not be written" in outcome.err
+    _, said = compared_without_rank_1(job, module_cli, name)
+    assert "did not complete them: 1 (the trace could not be written" in said
 
 
 @pytest.mark.parametrize("trainer", ["fsdp2", "tp2pp2"])
