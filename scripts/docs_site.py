@@ -245,6 +245,8 @@ def kind(part: dict[str, Any]) -> str:
         return json.dumps(part["const"])
     if "enum" in part:
         return " or ".join(map(str, part["enum"]))
+    if "prefixItems" in part:  # the schemas allow no further items
+        return f"({', '.join(map(kind, part['prefixItems']))})"
     if part.get("type") == "array":
         return f"array of {kind(part.get('items', {}))}"
     types = part.get("type", "any")

@@ -59,6 +59,12 @@ def test_the_command_line_shows_defaults_as_help_does() -> None:
     assert "(default: <code>False" not in page
 
 
+def test_the_page_of_the_schemas_names_the_type_of_each_field() -> None:
+    page = docs_site.schemas()
+    assert "array of (integer, integer)" in page
+    assert "| `status` | pass or fail or inconclusive |" in page
+
+
 def test_links_become_those_of_the_site() -> None:
     text = "[r](../reports/probe.md#x) [t](../tests/support/padded.py) [h](https://a.b/c)\n```\n[r](../reports/probe.md)\n```\n"
     moved = docs_site.moved(text, "docs/probe.md", SITE)
